@@ -20,7 +20,7 @@ from recipe_reference import render_recipe_reference
 from phalanx.cli.main import _make_app
 from phalanx.cli.serve import make_serve_command
 from phalanx.errors import ExitCode
-from phalanx.jobs.backends.options import OPTION_CLASSES, list_option_help
+from phalanx.jobs.backends.base import OPTION_CLASSES, list_option_help
 from phalanx.run import event_types
 from phalanx.run.events import EVENT_TYPES
 

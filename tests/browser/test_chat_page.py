@@ -14,7 +14,7 @@ from chromium import Page
 from make_run import healthy
 from phalanx.run import Run
 from phalanx.serve.access import make_access
-from phalanx.serve.chat_routes import ChatProcess
+from phalanx.serve.run_routes import ChatProcess
 from serve_browser import Browser
 from serve_process import find_violations, wait_until
 

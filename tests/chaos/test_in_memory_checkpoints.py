@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run import Run
+from phalanx.run.authentication import reserve_port
 from phalanx.run.event_types import (
     AttemptStarted,
     CheckpointRejected,
@@ -22,7 +23,6 @@ from phalanx.run.event_types import (
     StepDone,
 )
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX, SHM_DIR, find_node_dir, history_path
-from phalanx.run.listener import reserve_port
 from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.in_memory.format import list_copies, list_shard_records
 from train_harness import (

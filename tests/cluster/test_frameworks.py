@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.listener import reserve_port
+from phalanx.run.authentication import reserve_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 INTERPRETER = os.environ.get("PHALANX_TEST_FRAMEWORKS", sys.executable)

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from phalanx.run import Run
-from phalanx.run.listener import reserve_port
+from phalanx.run.authentication import reserve_port
 from train_harness import HarnessRun, TrainHarness, Values
 
 

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from phalanx.run.listener import reserve_port
+from phalanx.run.authentication import reserve_port
 
 START_TIMEOUT_S = 60.0
 

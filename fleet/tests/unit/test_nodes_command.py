@@ -18,8 +18,8 @@ from phalanx.errors import UsageError
 from phalanx.jobs.backends import base
 from phalanx.jobs.backends.base import BackendNode
 from phalanx.jobs.spec import JobState, JobStatus
+from phalanx.telemetry.gpu_sources import NvmlSource
 from phalanx.telemetry.host import HostSource
-from phalanx.telemetry.nvml import NvmlSource
 from phalanx_fleet import node_list as fleet
 from phalanx_fleet.commands.nodes import watch_nodes
 from phalanx_fleet.node_list import FleetReader, FleetSources

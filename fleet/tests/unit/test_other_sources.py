@@ -5,7 +5,7 @@ import urllib.error
 import pytest
 
 from fake_amdsmi import FakeAmdsmi
-from phalanx.telemetry.amd import AmdsmiSource
+from phalanx.telemetry.gpu_sources import AmdsmiSource
 from phalanx.telemetry.sample import SlowReason, SourceUnavailableError
 from phalanx_fleet.telemetry.prometheus import PrometheusSource
 

@@ -13,8 +13,7 @@ import pytest
 from fake_amdsmi import LoadedAmdsmi
 from fake_exporter import FakeExporter
 from fake_nvml import FakeGpu, FakeNvml
-from phalanx.telemetry.amd import AmdsmiSource
-from phalanx.telemetry.nvml import NvmlSource
+from phalanx.telemetry.gpu_sources import AmdsmiSource, NvmlSource
 from phalanx.telemetry.record import NodeSampler
 from phalanx.telemetry.rollup import CounterTotal, DeviceChecker
 from phalanx.telemetry.sample import DeviceSample, TelemetrySource

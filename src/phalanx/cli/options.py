@@ -106,7 +106,7 @@ class BackendOptionsCommand(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if any(param.name == "backend_option" for param in self.params):
-            from phalanx.jobs.backends.options import OPTION_CLASSES, list_option_help
+            from phalanx.jobs.backends.base import OPTION_CLASSES, list_option_help
 
             for backend in OPTION_CLASSES:
                 with formatter.section(f"Backend options with --on {backend}"):

@@ -46,8 +46,8 @@ def serve_pages(
     The page is read-only, and for browsers on this machine that have opened the printed address, unless you say
     otherwise. PHALANX_SERVE_TOKEN gives the token; without it one is made.
     """
-    from phalanx.serve.server import ServeOptions
-    from phalanx.serve.server import serve as run_server
+    from phalanx.serve.app import ServeOptions
+    from phalanx.serve.app import serve as run_server
 
     options = ServeOptions(
         [_open_root(each) for each in runs or ["runs"]],

@@ -1,4 +1,4 @@
-"""Hardware facts: what this machine is (discovery), its peak rates by the data sheet (data_sheet), its measured rates
+"""Hardware facts: what this machine is (discovery), its peak rates by the data sheet (catalog), its measured rates
 (calibration.gemm), its software (environment), and clusters by name or from a file (load), completed by the catalog.
 
 torch is imported only where something is measured; the catalog's files are read on first use.
@@ -10,7 +10,7 @@ from phalanx.lazy_exports import make_getattr
 
 if TYPE_CHECKING:
     from phalanx.cluster.calibration.gemm import measure_matmul
-    from phalanx.cluster.data_sheet import find_data_sheet
+    from phalanx.cluster.catalog import find_data_sheet
     from phalanx.cluster.discovery import Machine, discover_machine
     from phalanx.cluster.environment import collect_environment
     from phalanx.cluster.load import load_cluster, save_cluster
@@ -31,7 +31,7 @@ if not TYPE_CHECKING:
     __getattr__ = make_getattr(
         __name__,
         {
-            "data_sheet": ("find_data_sheet",),
+            "catalog": ("find_data_sheet",),
             "discovery": ("Machine", "discover_machine"),
             "environment": ("collect_environment",),
             "load": ("load_cluster", "save_cluster"),

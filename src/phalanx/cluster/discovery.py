@@ -1,6 +1,6 @@
 """Discover this machine: the cores and memory that this process may use, its CPU and its accelerators. Linux only;
 reads /proc and /sys below a given root, so that tests can present another machine. `calibration/gemm.py` measures
-rates, and `data_sheet.py` has peak rates.
+rates, and `catalog.py` has peak rates.
 """
 
 import functools
@@ -11,13 +11,14 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.cluster.system_files import read_small_file
 from phalanx.errors import RecipeError, UnfitNodeError, UsageError
+from phalanx.formatting import format_plural
 from phalanx.recipe.devices import DEVICE_KINDS, has_bf16
 
 MATMUL_CPU_FLAGS = (
@@ -38,8 +39,7 @@ BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """CPU features with products in bf16, of x86 and ARM."""
 
 FEW_WORKERS, WORKERS_A_CORE = 64, 16
-"""Limit on the workers of a node, in total or per core, whichever is larger: each worker takes memory even when it
-computes little."""
+"""Limit on a node's workers, in total or per core, whichever is larger: each takes memory."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class DetectedGpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None = None
-    """CUDA compute capability."""
     uuid: str = ""
     rocm: bool = False
     """Whether it is AMD's, which torch calls "cuda", too."""
@@ -69,11 +68,9 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The part of a machine that this process may use.
-
-    `device`, `device_name` and `device_count` describe the devices that train: "cuda", the name and the number of GPUs,
-    or else "cpu", the CPU's name and 1. `device_memory_bytes` is the memory of one device.
-    """
+    """The part of a machine that this process may use. `device`, `device_name` and `device_count` describe the devices
+    that train: "cuda", the name and the number of GPUs, or else "cpu", the CPU's name and 1. `device_memory_bytes` is
+    the memory of one device."""
 
     hostname: str
     device: str
@@ -91,8 +88,7 @@ class Machine:
 
     @property
     def has_fast_bf16(self) -> bool:
-        """Whether the device that trains has instructions for products in bf16. Without them a CPU takes 10 to 60
-        times as long as in fp32."""
+        """Whether the device has instructions for bf16; without them a CPU takes 10 to 60 times as long as in fp32."""
         return bool(BF16_CPU_FLAGS & set(self.cpu.flags)) if self.device == "cpu" else has_bf16(self.capability)
 
     @property
@@ -107,12 +103,9 @@ def discover_machine(
     find_accelerators: Callable[[], list[DetectedGpu]] | None = None,
     device: str = "auto",
 ) -> Machine:
-    """Discover the machine below `root`.
-
-    `affinity` (the allowed CPUs) and the accelerators come from the system unless given. Raises RecipeError when the
-    recipe's `device` is missing, and UnfitNodeError for different GPUs in one machine, since the slowest would slow
-    down all others unnoticed.
-    """
+    """Discover the machine below `root`. `affinity` (the allowed CPUs) and the accelerators come from the system unless
+    given. Raises RecipeError when the recipe's `device` is missing, and UnfitNodeError for different GPUs in one
+    machine, since the slowest would slow down all others unnoticed."""
     cpus = sorted(os.sched_getaffinity(0) if affinity is None else affinity)
     threads = count_free_cores(root, cpus)
     memory = parse_meminfo((root / "proc/meminfo").read_text(), "MemTotal")
@@ -158,15 +151,14 @@ def choose_gpus(detected: Sequence[DetectedGpu], device: str) -> list[DetectedGp
 
 
 def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
-    """Parse the first processor of an x86 or ARM /proc/cpuinfo.
-
-    The clock is `ghz`, else the nominal clock in the model name ("@ 2.60GHz"), else the current clock.
-    """
+    """Parse the first processor of an x86 or ARM /proc/cpuinfo. The clock is `ghz`, else the nominal clock in the model
+    name ("@ 2.60GHz"), else the current clock."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name") or fields.get("Model") or _arm_cpu_name(fields) or "unknown CPU"
+    arm_name = f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}" if "CPU part" in fields else None
+    name = fields.get("model name") or fields.get("Model") or arm_name or "unknown CPU"
     if ghz is None and (nominal := re.search(r"@\s*([\d.]+)\s*GHz", name)):
         ghz = float(nominal[1])
     if ghz is None and float(fields.get("cpu MHz") or 0) > 0:
@@ -180,12 +172,6 @@ def parse_cpuinfo(text: str, ghz: float | None = None) -> Cpu:
         ghz=ghz,
         flags=tuple(flag for flag in MATMUL_CPU_FLAGS if flag in flags),
     )
-
-
-def _arm_cpu_name(fields: Mapping[str, str]) -> str | None:
-    if "CPU part" not in fields:
-        return None
-    return f"ARM {fields.get('CPU implementer', '?')}/{fields['CPU part']}"
 
 
 def read_max_ghz(root: Path, cpus: Sequence[int]) -> float | None:
@@ -238,10 +224,8 @@ def read_cgroup_memory(root: Path) -> int | None:
 
 
 def cgroup_dirs(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit.
-
-    In a container the path that the kernel reports may lie outside the mount; then only existing directories count.
-    """
+    """Yield the directory of this process's cgroup and those of its parents, each of which may set a limit. In a
+    container the path that the kernel reports may lie outside the mount; then only existing directories count."""
     for line in read_small_file(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -267,11 +251,9 @@ GPU_DEVICE_FILES = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 
 
 def detect_gpus(root: Path = Path("/"), python: str = sys.executable, timeout: float = 300.0) -> list[DetectedGpu]:
-    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES.
-
-    Runs in a separate process: a process that has initialized CUDA cannot fork workers. Without a driver's device file
-    the list is empty, and torch is not imported. Raises UnfitNodeError when torch cannot list the GPUs.
-    """
+    """List the GPUs that torch can use here, subject to CUDA_VISIBLE_DEVICES. Runs in a separate process: a process
+    that has initialized CUDA cannot fork workers. Without a driver's device file the list is empty, and torch is not
+    imported. Raises UnfitNodeError when torch cannot list the GPUs."""
     if not any((root / name).exists() for name in GPU_DEVICE_FILES):
         return []
     visible = tuple(os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES)
@@ -303,20 +285,17 @@ def check_workers(machine: Machine, workers: int, nodes: int = 1) -> None:
         raise UsageError(explain_too_few_gpus(each, machine.num_gpus))
     most = max(FEW_WORKERS, WORKERS_A_CORE * machine.physical_cores)
     if not machine.num_gpus and each > most:
+        cores = format_plural(machine.physical_cores, "core")
         raise UsageError(
-            f"{each:,} workers on a node with {_cores(machine)}: expected at most {most:,}; "
+            f"{each:,} workers on a node with {cores}: expected at most {most:,}; "
             f"use --nproc-per-node {machine.physical_cores}, or a layout of fewer workers"
         )
-
-
-def _cores(machine: Machine) -> str:
-    return f"{machine.physical_cores} {'core' if machine.physical_cores == 1 else 'cores'}"
 
 
 def explain_too_few_gpus(num_workers: int, num_gpus: int) -> str:
     """Explain that a node has fewer GPUs than workers, and what to do."""
     return (
-        f"{num_workers} workers on a node with {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}: each worker takes one; "
+        f"{num_workers} workers on a node with {format_plural(num_gpus, 'GPU')}: each worker takes one; "
         f"use --nproc-per-node {num_gpus}, or device=cpu to train on the CPU"
     )
 

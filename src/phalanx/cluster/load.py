@@ -30,11 +30,9 @@ NO_SCALE_OUT_TEXT = (
 
 
 def load_cluster(text: str, folder: Path | None = None) -> Cluster:
-    """Load the cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`).
-
-    Raises RecipeError for an unknown name, or a file that cannot be read or is invalid. The message has a line for each
-    problem, with file, line and key, the value found, the value expected and the nearest name.
-    """
+    """Load the cluster that `text` names: nodes or devices of the catalogue, or a file (relative to `folder`). Raises
+    RecipeError for an unknown name, or a file that cannot be read or is invalid. The message has a line for each
+    problem, with file, line and key, the value found, the value expected and the nearest name."""
     text = text.strip()
     if "/" in text or text.lower().endswith((".yaml", ".yml")):
         path = (folder or Path()) / Path(text).expanduser()

@@ -16,8 +16,7 @@ OBSERVATION_S = 0.4
 
 
 def read_small_file(path: Path) -> str:
-    """Return the text of a file; empty where it is absent on this kernel, hidden in this container, or an error, as the
-    speed of a port that is down."""
+    """Return the text of a file; empty where it is absent, hidden or an error, as the speed of a port that is down."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -25,8 +25,7 @@ FormatEvent = Callable[[Event], Sequence[str]]
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line. `t`: unix seconds; None for a line of a worker that was printed at an unknown time, before the worker's
-    next line with a time."""
+    """One line. `t`: unix seconds; None for a line of a worker without a time, before its next line with one."""
 
     t: float | None
     source: str
@@ -38,11 +37,8 @@ class LogLine:
 
 
 class LogStream:
-    """The lines of a run after `since` (unix seconds).
-
-    Only lines of the first poll are compared with `since`. Lines that follow one after `since`, or that are written
-    later, count as later even if the clock was set back.
-    """
+    """The lines of a run after `since` (unix seconds). Only lines of the first poll are compared with `since`. Lines
+    that follow one after `since`, or that are written later, count as later even if the clock was set back."""
 
     def __init__(self, run: Run, since: float, format_event: FormatEvent, clock: Callable[[], float] = time.time):
         self._run, self._since, self._format_event, self._clock = run, since, format_event, clock
@@ -54,8 +50,7 @@ class LogStream:
         """Whether anything has happened since."""
 
     def read_new(self, is_last: bool = False) -> list[LogLine]:
-        """Return the lines since the last call, ordered by time as far as it is known. `is_last`: no more output will
-        follow, so incomplete lines count."""
+        """Return the lines since the last call, by time as far as known. `is_last`: incomplete lines count, too."""
         now = self._clock()
         found = self._read_events()  # first: they contain the nodes of the workers
         found += self._read_logs(now, is_last)

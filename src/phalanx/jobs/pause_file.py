@@ -1,5 +1,4 @@
-"""Files that hold jobs, with the reason: one in a job's directory pauses that job, one in the directory of the local
-queue drains this machine."""
+"""Files that hold jobs, with the reason: in a job's directory that job, in that of the local queue all of them."""
 
 from pathlib import Path
 
@@ -12,7 +11,6 @@ DRAIN_FILE = "drained.json"
 
 
 def is_paused(job_dir: Path) -> bool:
-    """Whether a job is paused."""
     return (job_dir / PAUSE_FILE).exists()
 
 
@@ -32,5 +30,4 @@ def write_pause(job_dir: Path, reason: str, file_name: str = PAUSE_FILE) -> None
 
 
 def remove_pause(job_dir: Path, file_name: str = PAUSE_FILE) -> None:
-    """End the pause of a job."""
     (job_dir / file_name).unlink(missing_ok=True)

@@ -17,14 +17,11 @@ from phalanx.run.event_loop import EventLoop
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals by which users and schedulers ask an agent to stop."""
 KILL_TIMEOUT_S = 30.0
-"""Seconds for killed processes to end."""
 
 
 class SignalQueue:
     """Owns `signals` while entered as a context, and SIGCHLD with `wake_on_child_exit`, which only wakes the loop.
-
-    `received`: signals that are not handled yet, oldest first.
-    """
+    `received`: signals that are not handled yet, oldest first."""
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS, wake_on_child_exit: bool = False) -> None:
         self.received: list[int] = []
@@ -67,11 +64,9 @@ class SignalQueue:
 
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
-    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.
-
-    Includes processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
-    process.
-    """
+    """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`. Includes
+    processes that appear meanwhile: a killed process may just have forked, and its child is reparented to this
+    process."""
     this_process, deadline = psutil.Process(), time.monotonic() + timeout_s
     while descendants := this_process.children(recursive=True):
         if time.monotonic() >= deadline:

@@ -34,22 +34,19 @@ EXCLUDED_DIR_MARKERS = (
 )
 """A directory that contains all names of one of these sets is never code: a virtual environment, a cache or a run."""
 GIT_TIMEOUT_S = 300.0
-"""Time limit of a git command in seconds."""
 SECRET_PATTERNS = (".env", ".env.*", ".netrc", ".pgpass", "*.pem", "*.key", "id_rsa", "id_ecdsa", "id_ed25519")
 """Names of files with secrets, which are left out: others may be able to read a snapshot."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot. `source_dir`: the absolute path of the copied directory; `start_dir`: the relative path in it where
-    the job starts."""
+    """A snapshot of `source_dir`, an absolute path. `start_dir`: the relative path in it where the job starts."""
 
     tar: bytes = field(repr=False)
     source_dir: Path
     start_dir: str
     num_files: int
     num_bytes: int
-    """Bytes of the files."""
     excluded: tuple[tuple[str, str], ...] = ()
     """Names of files that were left out but may be missed, and why."""
 
@@ -70,10 +67,8 @@ class Snapshot:
 
 def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str | None = None) -> Snapshot:
     """Make a snapshot of a directory: in a git work tree all files that git does not ignore, elsewhere all files,
-    except those that are never code.
-
-    `required_file`: a file that it must contain. Raises UsageError when it is too large, or a file cannot be read.
-    """
+    except those that are never code. `required_file`: a file that it must contain. Raises UsageError when it is too
+    large, or a file cannot be read."""
     names = list(_list_candidates(source_dir))
     included, excluded = _select_files(source_dir, names)
     if required_file is not None and required_file not in included:
@@ -93,8 +88,7 @@ def snapshot_folder(source_dir: Path, start_dir: str = ".", required_file: str |
 
 
 def _read_file(source_dir: Path, name: str, link_target: str | None) -> tuple[tarfile.TarInfo, bytes]:
-    """Return the header and the content of a file or link, without owner and modification time, so that equal files
-    yield equal bytes."""
+    """Return header and content of a file or link, without owner and time, so that equal files yield equal bytes."""
     info, path = tarfile.TarInfo(name), source_dir / name
     info.mode = 0o644
     if link_target is not None:
@@ -165,8 +159,7 @@ def _list_git_files(folder: Path) -> list[str] | None:
 
 
 def _select_files(source_dir: Path, names: Iterable[str]) -> tuple[dict[str, str | None], list[tuple[str, str]]]:
-    """Return the included names with the targets of links, and names that are left out but may be missed, with the
-    reason."""
+    """Return included names with the targets of links, and left-out names that may be missed, with the reason."""
     is_excluded = cache(_is_excluded)
     included: dict[str, str | None] = {}
     excluded: dict[str, str] = {}

@@ -38,8 +38,7 @@ class JobState(StrEnum):
 
 
 CORES_PER_GPU, CORES_PER_WORKER = 4, 1
-"""Cores for each GPU, and for each worker on CPUs, of a job that does not say how many it needs: even small nodes of
-clouds have as many."""
+"""Cores for each GPU, and each worker on CPUs, of a job that does not say: even small nodes of clouds have as many."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Job:
     min_nodes: int | None = None
     """With how many nodes it may run; None: only with all of them."""
     gpus_per_node: int = 0
-    """GPUs per node."""
     cpus_per_node: int | None = None
     """Cores per node; None leaves it to the backend."""
     workers_per_node: int = 1
@@ -71,16 +69,13 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables; other users may be able to see them."""
     secrets: tuple[str, ...] = ()
-    """Names of variables that are passed on from the submitter's environment. Their values are never written where
-    other users can read them."""
+    """Names of variables of the submitter's environment. Their values are never written where others can read them."""
     backend_options: Mapping[str, str] = field(default_factory=dict)
-    """Backend options, such as partition=gpu."""
     snapshot: Snapshot | None = None
     """Snapshot of the code. Each attempt starts in a copy of it (PHALANX_SNAPSHOT_DIR) instead of `working_dir`."""
     run_dir: Path | None = None
     """Directory of the run that it trains, if any."""
     array_name: str | None = None
-    """Name of its array, if it is a member of one."""
     max_parallel: int | None = None
     """Maximum number of members of its array that run at once."""
 
@@ -113,16 +108,9 @@ class Job:
         return str(self.num_nodes) if self.min_nodes is None else f"{self.min_nodes}:{self.num_nodes}"
 
     def _check_sizes(self) -> None:
-        minimums = {
-            "num_nodes": 1,
-            "min_nodes": 1,
-            "gpus_per_node": 0,
-            "cpus_per_node": 1,
-            "memory_bytes": 1,
-            "max_parallel": 1,
-        }
-        for name, bound in minimums.items():
+        for name in ("num_nodes", "min_nodes", "gpus_per_node", "cpus_per_node", "memory_bytes", "max_parallel"):
             value = getattr(self, name)
+            bound = 0 if name == "gpus_per_node" else 1
             if value is not None and value < bound:
                 raise UsageError(f"job {self.name}: {name} = {value}: expected at least {bound}")
         if self.time_limit_s is not None and not self.time_limit_s > 0:  # NaN is not either
@@ -154,7 +142,6 @@ class JobStatus:
     exit_code: int | None = None
     """Exit code of its last attempt, when that is over and known."""
     num_attempts: int = 0
-    """Number of attempts so far."""
     nodes: tuple[str, ...] = ()
     """Nodes of the current or last attempt."""
     reason: str | None = None

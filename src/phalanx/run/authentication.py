@@ -19,6 +19,34 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run.private_files import check_owner
 from phalanx.safe_files import read_text
 
+
+def open_listener(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens at `host`: an address, a name (at its IPv4 address, if it has one), or "" for all
+    addresses, IPv4 and IPv6. Raises OSError when the name leads nowhere, or the port is taken."""
+    if not host:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
+    family, address = resolve_address(host)
+    return socket.create_server((address, port), family=family, backlog=backlog)
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket that reserves a free loopback port until it is closed. The system gives the port to no other
+    process, and a process that gets the port can listen there with `open_listener`."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+def resolve_address(host: str) -> tuple[socket.AddressFamily, str]:
+    """Return the family and the address that a name leads to, IPv4 where it has one. OSError if it leads nowhere."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that an end may take to prove itself, all in all."""
 MIN_TOKEN_CHARS = 16
@@ -69,8 +97,7 @@ def open_authenticated(
 def accept_authenticated(
     sock: socket.socket, token: bytes, purposes: Container[bytes], timeout_s: float = HANDSHAKE_TIMEOUT_S
 ) -> tuple[bytes, bytes, bytes]:
-    """Do the listener's half of `open_authenticated` for any of these purposes. Returns the purpose and both random
-    numbers, its own first."""
+    """Do the listener's half for any of these purposes. Returns the purpose and both random numbers, its own first."""
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -164,8 +191,7 @@ class HandshakeServer(Generic[PeerT]):
 
 
 def load_token(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or with one that could be
-    guessed."""
+    """The job's token, from PHALANX_TOKEN_FILE or PHALANX_TOKEN. UsageError without one, or if it could be guessed."""
     path, token = environment.get("PHALANX_TOKEN_FILE"), environment.get("PHALANX_TOKEN", "")
     if path is not None:
         try:

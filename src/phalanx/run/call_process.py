@@ -27,14 +27,11 @@ KILL_TIMEOUT_S = 2.0
 MAX_ERROR_CHARS = 8000
 """Length limit of an error's text and of its traceback: both fit a packet."""
 _caller_sockets: list[socket.socket] = []
-"""In a process that answers calls: the socket of its caller."""
 
 
 class CallProcess:
-    """The caller's side. The process dies with this one; until it is ready, calls wait in its socket.
-
-    It has a session of its own: Ctrl-C reaches only this process, and `kill` all that it has started.
-    """
+    """The caller's side. The process dies with this one; until it is ready, calls wait in its socket. It has a session
+    of its own: Ctrl-C reaches only this process, and `kill` all that it has started."""
 
     def __init__(self, *inherited_fds: int) -> None:
         self.socket, far = make_socket_pair()

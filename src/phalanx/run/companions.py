@@ -38,7 +38,6 @@ COMPANION_FILES = (
 )
 """Files that a run keeps of the directory from which its tokenizer comes."""
 MAX_COMPANION_BYTES = 2**28
-"""Maximum bytes of one such file."""
 
 
 def keep_companions(

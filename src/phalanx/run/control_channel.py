@@ -23,9 +23,10 @@ from phalanx.run.authentication import (
     HandshakeServer,
     accept_authenticated,
     open_authenticated,
+    open_listener,
+    resolve_address,
 )
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener, resolve_address
 from phalanx.run.messages import Message, ProtocolError, decode, encode
 from phalanx.run.process_messages import Introduction
 
@@ -48,7 +49,9 @@ class AuthConnection:
     def __init__(self, sock: socket.socket, key: bytes, is_leader: bool):
         self.sock = sock
         self._own_role, self._peer_role = (b"leader", b"member") if is_leader else (b"member", b"leader")
-        self._key, self._num_sent, self._num_received, self._buffer = key, 0, 0, b""
+        self._key = key
+        self._num_sent = self._num_received = 0
+        self._buffer = b""
         self._lock = threading.Lock()
         sock.settimeout(SEND_TIMEOUT_S)
 
@@ -134,8 +137,7 @@ class AuthConnection:
 
 
 def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Connect to the leader. Raises ConnectionError when nothing listens there, `AuthenticationError` when the listener
-    does not know the token."""
+    """Connect to the leader. Raises ConnectionError, or `AuthenticationError` for one without the token."""
     try:
         sock, leader_nonce, own_nonce = open_authenticated(address, token, AGENT_PURPOSE, timeout_s)
     except TimeoutError:
@@ -144,8 +146,7 @@ def connect_to_leader(address: tuple[str, int], token: bytes, timeout_s: float =
 
 
 def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AuthConnection:
-    """Do the leader's half of `connect_to_leader`. Raises `AuthenticationError` when the caller does not prove in time
-    that it knows the token."""
+    """Do the leader's half. Raises `AuthenticationError` when the caller does not prove itself in time."""
     try:
         _, own_nonce, peer_nonce = accept_authenticated(sock, token, (AGENT_PURPOSE,), timeout_s)
     except TimeoutError:
@@ -154,8 +155,7 @@ def accept_agent(sock: socket.socket, token: bytes, timeout_s: float = HANDSHAKE
 
 
 class ControlServer:
-    """Where the leader listens. Members that have proved themselves, and said what they are, stand in `joins`;
-    `wake` is called for each."""
+    """Where the leader listens. `joins` has members that have proved themselves; each wakes `wake_socket`."""
 
     def __init__(self, address: tuple[str, int], token: bytes):
         try:

@@ -70,7 +70,6 @@ class Run:
     trackers = _PathOf("trackers")
     """Directory of what was sent to experiment trackers: NAME.json of each."""
     tensorboard = _PathOf("tensorboard")
-    """Directory of TensorBoard's event files."""
     reference = _PathOf("reference.safetensors")
     """Log-probabilities that a loss compares with: of the model before the first step, or of a stored teacher."""
     result = _PathOf("result.json")
@@ -123,8 +122,7 @@ class Run:
         return self.store_url or str(self.path.absolute())
 
     def create(self) -> None:
-        """Make the directory, its folders and its event log; what is there already stays. DataError where a link leads
-        out of it."""
+        """Make the directory, its folders and its event log, if missing. DataError where a link leads out of it."""
         check_links(self.path)
         for folder in (self.path, self.logs, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,9 +142,8 @@ class Run:
         return bool((self.read_json(self.store) or {}).get("has_checkpoint"))
 
     def find_foreign_file(self) -> str | None:
-        """A file of the user's in the directory; None when the directory is new, empty, or a run.
-
-        A `recipe.yaml` alone makes no run: it is how users call their own recipes."""
+        """A file of the user's in the directory; None when the directory is new, empty, or a run. A `recipe.yaml` alone
+        makes no run: it is how users call their own recipes."""
         if not self.path.is_dir():
             return None
         created = self.logs.is_dir() and self.checkpoints.is_dir() and _is_event_log(self.events)
@@ -175,8 +172,7 @@ class Run:
         return found
 
     def read_json_or_empty(self, path: Path) -> dict[str, Any]:
-        """The same for a file that a run can do without: empty where it is missing or damaged, and without values of
-        another type than Phalanx writes."""
+        """The same for an optional file: empty where it is missing or damaged, and without values of a wrong type."""
         try:
             return drop_malformed(self.read_json(path) or {})
         except DataError:
@@ -184,8 +180,7 @@ class Run:
 
 
 def describe_unfinished(run: Run) -> str | None:
-    """A sentence when the result of a run does not say that it is done, whatever the command left with that trained
-    it."""
+    """A sentence when the result of a run does not say that it is done, whatever its command's exit code was."""
     try:
         status = (run.read_json(run.result) or {}).get("status")
     except DataError as error:

@@ -11,10 +11,8 @@ Source = Any
 
 
 class EventLoop:
-    """Calls the reader of each source that has something to read, and each timer that is due. A context manager.
-
-    It starts no thread and handles no signal: `SignalQueue` has a socket to read.
-    """
+    """Calls the reader of each source that has something to read, and each timer that is due. A context manager. It
+    starts no thread and handles no signal: `SignalQueue` has a socket to read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

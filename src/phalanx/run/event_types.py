@@ -292,4 +292,3 @@ Event = (
     | RunWarning
     | RunEnded
 )
-"""Any line of events.jsonl."""

@@ -26,7 +26,6 @@ from phalanx.run.fields import read_fields, to_fields
 from phalanx.safe_files import open_for_append, open_regular, parse_json
 
 EVENT_TYPES: dict[str, type[Event]] = {each.kind: each for each in get_args(Event)}
-"""Event types by kind."""
 LONGEST_LINE_BYTES = 16 << 20
 """Bytes of a line that is read as one."""
 
@@ -78,7 +77,6 @@ class EventLog:
             self._pending = _line(LogOpened(format=FORMAT_VERSION, phalanx_version=phalanx.__version__))
 
     def write(self, event: Event) -> None:
-        """Append one event."""
         self._pending += _line(event)
         try:
             self._flush()
@@ -196,13 +194,8 @@ class LineTail:
 
     def __init__(self, path: Path):
         self.path = path
-        self._offset = 0
+        self.bytes_read = 0
         self._rest = b""
-
-    @property
-    def bytes_read(self) -> int:
-        """How far the file was read."""
-        return self._offset
 
     @property
     def torn(self) -> bool:
@@ -212,7 +205,7 @@ class LineTail:
     def skip(self, keep_bytes: int = 0) -> None:
         """Pass over what is there, but for the last `keep_bytes`: the first line of these may be a part of one."""
         with contextlib.suppress(FileNotFoundError):
-            self._offset = max(0, self.path.lstat().st_size - keep_bytes)
+            self.bytes_read = max(0, self.path.lstat().st_size - keep_bytes)
 
     def read(self, whole: bool = False) -> Iterator[bytes]:
         """Lines since the last call, without their ends; one that is not finished comes when it is, or when `whole`
@@ -222,11 +215,11 @@ class LineTail:
         except FileNotFoundError:
             return
         with open(descriptor, "rb") as file:
-            if os.fstat(descriptor).st_size < self._offset:
-                self._offset, self._rest = 0, b""
-            file.seek(self._offset)
+            if os.fstat(descriptor).st_size < self.bytes_read:
+                self.bytes_read, self._rest = 0, b""
+            file.seek(self.bytes_read)
             while part := file.readline(LONGEST_LINE_BYTES):
-                self._offset += len(part)
+                self.bytes_read += len(part)
                 line = self._rest + part
                 if line.endswith(b"\n") or len(line) >= LONGEST_LINE_BYTES:
                     self._rest = b""

@@ -35,8 +35,7 @@ Check = Callable[[Any], Any]
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class TypedMessage:
-    """A message: each subclass becomes a frozen dataclass. `kind` names it among JSON values, in snake case unless the
-    class gives another name."""
+    """A message: each subclass becomes a frozen dataclass. `kind` names it in JSON, by default in snake case."""
 
     kind: ClassVar[str]
 

@@ -10,26 +10,14 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-PHASE_NAMES = (
-    "starting",
-    "rendezvous",
-    "restoring",
-    "compiling",
-    "data_wait",
-    "forward",
-    "backward",
-    "grad_sync",
-    "optimizer",
-    "checkpoint_stall",
-    "other",
-    "evaluation",
-    "ending",
-)
-"""What a worker can have finished; the parts of a step are those of `train/step_timer.py`."""
+from phalanx.run.event_types import StepPhases
+
+STEP_PHASE_NAMES = tuple(each.name for each in fields(StepPhases))
+PHASE_NAMES = ("starting", "rendezvous", "restoring", "compiling", *STEP_PHASE_NAMES, "evaluation", "ending")
+"""What a worker can have finished."""
 MAX_WORKERS = 1024
-"""Most workers of one agent."""
 _SLOT_STRUCT = struct.Struct("<qqqqdd")
 _SLOT_BYTES = 64
 HEARTBEAT_FD_VARIABLE = "PHALANX_HEARTBEAT_FD"

@@ -41,8 +41,7 @@ Epochs = list[tuple[str, int | None]]
 
 
 def find_base_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder below which in-memory checkpoints are stored on this node; None where no memory is mounted as a
-    folder."""
+    """Return the folder of all in-memory checkpoints on this node; None where no memory is mounted as a folder."""
     named = environment.get(DIR_VARIABLE)
     if named:
         return Path(named)
@@ -50,8 +49,7 @@ def find_base_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Name this node by the node rank of the agent or of torchrun, so that several nodes on one machine have separate
-    folders."""
+    """Name this node by the node rank of the agent or of torchrun: several nodes may be on one machine."""
     return environment.get("PHALANX_NODE_RANK") or environment.get("GROUP_RANK") or "0"
 
 
@@ -93,8 +91,7 @@ def is_private(folder: Path) -> bool:
 
 
 def remove_stale_dirs(own_dir: Path, now_s: float | None = None) -> None:
-    """Remove sibling folders of `own_dir` that are abandoned: their agent was killed, and the run was not started
-    again."""
+    """Remove abandoned sibling folders of `own_dir`: their agent was killed, and the run was not started again."""
     now = time.time() if now_s is None else now_s
     for other in own_dir.parent.glob(f"{DIR_PREFIX}-{os.getuid()}-*"):
         if other == own_dir or not is_private(other):

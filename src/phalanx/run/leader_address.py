@@ -51,10 +51,8 @@ def write_leader_address(run: Run, address: tuple[str, int], node_rank: int) -> 
 
 @contextlib.contextmanager
 def lock_leadership(run: Run) -> Iterator[bool]:
-    """Yield whether this process leads a run from now on, until the block ends.
-
-    Raises OSError where the run's directory is out of reach, or its file system has no locks.
-    """
+    """Yield whether this process leads a run from now on, until the block ends. Raises OSError where the run's
+    directory is out of reach, or its file system has no locks."""
     fd = os.open(run.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -68,11 +66,8 @@ def lock_leadership(run: Run) -> Iterator[bool]:
 
 
 def claim_leadership(run: Run, lost: LeaderAddress, own_address: tuple[str, int], node_rank: int) -> bool:
-    """Try to lead a run in place of a leader. Returns whether this node leads now.
-
-    It does not where the leader still holds the lock, another node was faster, the file system has no locks, or the
-    run's directory is out of reach.
-    """
+    """Try to lead a run in place of a leader. Returns whether this node leads now. It does not where the leader still
+    holds the lock, another node was faster, the file system has no locks, or the run's directory is out of reach."""
     try:
         with lock_leadership(run) as is_free:
             if not is_free or read_leader_address(run) != lost:

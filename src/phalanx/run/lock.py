@@ -90,8 +90,7 @@ def is_locked(path: os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def lock_on_this_machine(fd: int, timeout_s: float, what: str = "") -> Iterator[bool]:
-    """Yield whether this process became, within `timeout_s` seconds, the only one of this machine in such a block for
-    this file or directory."""
+    """Yield whether this process became, within `timeout_s`, the only one of this machine in such a block."""
     stat = os.fstat(fd)
     name = f"\0phalanx-{os.getuid()}-{stat.st_dev}-{stat.st_ino}"  # the kernel forgets it with its process
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:

@@ -18,9 +18,7 @@ from phalanx.run.fields import read_fields, to_fields
 from phalanx.run.process_messages import BetweenAgents, CallProgress, FromForkServer, FromWorker, ToForkServer
 
 Message = ToForkServer | FromForkServer | CallProgress | FromWorker | BetweenAgents | Event
-"""Any message."""
 MESSAGE_TYPES: dict[str, type[Message]] = {each.kind: each for each in get_args(Message)}
-"""Message types by kind."""
 MAX_SHOWN_CHARS = 200
 """Characters of something that is no message, in an error."""
 MAX_PACKET_BYTES = 128 * 1024

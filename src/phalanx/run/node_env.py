@@ -25,11 +25,9 @@ def find_node_name() -> str:
 
 @dataclass(frozen=True)
 class NodeEnv:
-    """Which node of how many this is, and where the leading one listens.
-
-    `min_nodes`: with how many nodes the run may train; None: only with all of them. `num_expected`: how many should
-    join, this one included, where that is known. `took_over`: this node leads in place of a leader that was lost.
-    """
+    """Which node of how many this is, and where the leading one listens. `min_nodes`: with how many nodes the run may
+    train; None: only with all of them. `num_expected`: how many should join, this one included, where that is known.
+    `took_over`: this node leads in place of a leader that was lost."""
 
     node_rank: int = 0
     num_nodes: int = 1
@@ -66,10 +64,7 @@ def _read_number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def parse_num_nodes(text: str, name: str) -> tuple[int, int]:
-    """Parse a number of nodes: N, or MIN:MAX. Returns the least and the largest.
-
-    Raises UsageError, which begins with `name`.
-    """
+    """Parse a number of nodes, N or MIN:MAX: the least and the largest. Raises UsageError, which begins with `name`."""
     match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text.strip())
     if match is None or not 0 < int(match[1] or match[2]) <= int(match[2]):
         raise UsageError(f"{name}{text}: expected a number of nodes such as 4, or MIN:MAX such as 2:4")

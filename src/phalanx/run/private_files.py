@@ -25,8 +25,7 @@ def state_root(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def make_state_dir(path: Path, mode: int = 0o777) -> None:
-    """Make a directory below the state directory. UsageError, with the variable that names another, where it cannot be
-    made."""
+    """Make a directory below the state directory. UsageError, with the variable that names another, if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:

@@ -220,8 +220,7 @@ class NodeDeparture(NodeIdentity):
 
 
 class LauncherHello(NodeIdentity):
-    """A node wants to take part in a program of another framework, with `nproc_per_node` processes. `ports`: free ones
-    at its `address`."""
+    """A node wants to take part in another framework's program. `ports`: free ones at its `address`."""
 
     address: str
     ports: tuple[int, ...]
@@ -282,7 +281,6 @@ class Topology(TypedMessage):
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.nproc_per_node * len(self.hosts)
 
 

@@ -27,8 +27,7 @@ class ValueRollup(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollups:
-    """Values by the name of a sample's field, and what counters counted within the minute. What is missing all the
-    minute is not in it."""
+    """Values by the name of a sample's field, and the increases of counters, without what is missing all the minute."""
 
     values: dict[str, ValueRollup] = field(default_factory=dict)
     increases: dict[str, float] = field(default_factory=dict)
@@ -61,13 +60,11 @@ class NodeMinute:
     node: str
     host: Rollups
     devices: dict[str, Rollups]
-    """By the id of the device."""
     cpu_power_is_estimate: bool = False
     run_energy: NodeEnergy | None = None
     """Up to the end of this minute; None in the minutes of no run."""
 
     def to_line(self) -> bytes:
-        """One line of JSON."""
         return json.dumps({"format": TELEMETRY_FORMAT, **to_json(self)}).encode() + b"\n"
 
 

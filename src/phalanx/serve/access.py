@@ -20,7 +20,6 @@ TOKEN_VARIABLE = "PHALANX_SERVE_TOKEN"
 MIN_TOKEN_CHARS = 16
 MAX_FORM_BYTES = 1 << 14
 Form = Mapping[str, str]
-"""Values of a form by name."""
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
@@ -50,8 +49,7 @@ def make_access(
     demands_token: bool = True,
     proxy_names: Sequence[str] = (),
 ) -> Access:
-    """What a server on `host` demands. UsageError for a token that is easily guessed, and for pages without a token
-    that other machines can reach."""
+    """What a server on `host` demands. UsageError for a weak token, and for pages that others reach without one."""
     if given_token is not None and len(given_token) < MIN_TOKEN_CHARS:
         raise UsageError(
             f"{TOKEN_VARIABLE}: has {len(given_token)} characters, expected {MIN_TOKEN_CHARS} or more; without the "
@@ -112,7 +110,6 @@ class AccessMiddleware:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -165,19 +162,20 @@ async def answer_form(access: Access, request: Request, act: Callable[[Form], st
     """Do what a form asks for, if its browser may, and answer with the sentence that `act` returns."""
     if (refusal := describe_refusal(access, request)) is not None:
         return PlainTextResponse(refusal, 403)
-    if (form := await read_form(request)) is None:
+    if (body := await read_body(request, MAX_FORM_BYTES)) is None:
         return PlainTextResponse("The request is too long.", 413)
+    form = {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
     try:
         return PlainTextResponse(await run_in_threadpool(act, form))
     except UsageError as error:
         return PlainTextResponse(str(error), 409)
 
 
-async def read_form(request: Request) -> Form | None:
-    """The values of a form; None where it is longer than any of this server's."""
+async def read_body(request: Request, max_bytes: int) -> bytes | None:
+    """The body of a request; None where it is longer than `max_bytes`."""
     body = b""
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_FORM_BYTES:
+        if len(body) > max_bytes:
             return None
-    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
+    return body

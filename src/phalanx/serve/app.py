@@ -1,17 +1,22 @@
-"""The routes of the server: pages, streams of server-sent events that renew them, and actions."""
+"""The server: its routes (pages, server-sent events that renew them, actions), its start, and its end on Ctrl-C."""
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import re
+import resource
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -19,9 +24,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from phalanx import formatting
-from phalanx.errors import DataError
+from phalanx.errors import DataError, UsageError
+from phalanx.jobs.backends.base import open_backend
 from phalanx.observe.html_report.document import read_page_css, read_page_script
-from phalanx.serve.access import Access, AccessMiddleware, Form, answer_form
+from phalanx.serve.access import Access, AccessMiddleware, Form, answer_form, make_access
 from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.page_context import AddedPages, Message, PageContext, ServedSite, on_first_request
 from phalanx.serve.pages import (
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
     from phalanx.serve.run_routes import RunRoutes
 
 STATIC_DIR = Path(__file__).parent / "static"
-SCRIPTS = (STATIC_DIR / "live.js", STATIC_DIR / "chat.js")
+SCRIPT_FILES = (STATIC_DIR / "live.js", STATIC_DIR / "chat.js")
 DASHBOARD_FILE = STATIC_DIR / "grafana.json"
 
 
@@ -59,7 +65,7 @@ class Server:
     def __post_init__(self) -> None:
         styles, scripts = (pages.style for pages in self.added), (pages.script for pages in self.added)
         self._css = "".join((read_page_css(), (STATIC_DIR / "serve.css").read_text(), *styles)).encode()
-        self._script = "".join((read_page_script(), *map(Path.read_text, SCRIPTS), *scripts)).encode()
+        self._script = "".join((read_page_script(), *map(Path.read_text, SCRIPT_FILES), *scripts)).encode()
         self._names: dict[str, str] = {}
         static_version = hashlib.sha256(self._css + self._script).hexdigest()[:12]
         tabs = [tab for pages in self.added for tab in pages.tabs]
@@ -69,7 +75,6 @@ class Server:
 
     @cached_property
     def run_routes(self) -> "RunRoutes":
-        """The pages of a run."""
         from phalanx.serve.run_routes import RunRoutes
 
         return RunRoutes(self.index, self.context)
@@ -118,7 +123,6 @@ class Server:
         )
 
     async def show_runs(self, request: Request) -> Response:
-        """The list of runs."""
         query = _read_query(request)
         body = render_runs(self._render_list(query), query)
         return self.context.render("Runs", "Runs", body, query.to_address("stream/runs"))
@@ -133,7 +137,6 @@ class Server:
         return self.context.stream(read)
 
     async def show_jobs(self, request: Request) -> Response:
-        """The jobs of the backend."""
         head = '<header><h1>Jobs</h1></header><p id="answer" role="status"></p>'
         body = f'{head}<div id="jobs">{self._render_jobs(request)}</div>'
         return self.context.render("Jobs", "Jobs", body, "stream/jobs")
@@ -147,8 +150,6 @@ class Server:
         return self.context.stream(read)
 
     async def cancel_job(self, request: Request) -> Response:
-        """Cancel a job."""
-
         def act(form: Form) -> str:
             self.jobs.cancel(form.get("job", ""))
             return f"Job {form.get('job', '')} is being cancelled."
@@ -160,11 +161,9 @@ class Server:
         return Response(DASHBOARD_FILE.read_bytes(), media_type="application/json")
 
     async def send_css(self, request: Request) -> Response:
-        """The style sheet."""
         return self._static(self._css, "text/css")
 
     async def send_script(self, request: Request) -> Response:
-        """The scripts."""
         return self._static(self._script, "text/javascript")
 
     def _render_list(self, query: RunQuery) -> str:
@@ -201,3 +200,104 @@ def _read_query(request: Request) -> RunQuery:
         sort=sort if sort in SORT_KEYS else "",
         descending=values.get("descending") == "1",
     )
+
+
+ServerThread = RunIndex | JobReader | AddedPages
+SHUTDOWN_TIMEOUT_S = 2
+"""For streams to end: they look once a second."""
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What is served, and where. Port 0 is any free one."""
+
+    roots: Sequence[Path]
+    backend: str = "local"
+    host: str = "127.0.0.1"
+    port: int = 8420
+    allow_actions: bool = False
+    token: str | None = None
+    demands_token: bool = True
+    """Whether pages are shown to browsers with the token only."""
+    proxy_names: Sequence[str] = ()
+
+
+def serve(options: ServeOptions, added: Sequence[AddedPages], report: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; `report` gets the address. UsageError for a bad address or directory."""
+    for root in options.roots:
+        if root.exists() and not root.is_dir():
+            raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")
+    open_backend(options.backend)  # a name that is none, or a package that is missing
+    access = make_access(options.host, options.allow_actions, options.token, options.demands_token, options.proxy_names)
+    _raise_file_limit()
+    with _listen(options.host, options.port) as listener:
+        index = RunIndex(options.roots)
+        server = Server(index, JobReader(options.backend, open_backend), access, added, options.backend)
+        index.start()
+        readers: list[ServerThread] = [server.jobs, *added]
+        threads: list[ServerThread] = [index]
+
+        def start_readers() -> None:
+            for reader in readers:
+                reader.start()
+                threads.append(reader)
+
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        secret = f"/?token={access.token}" if access.token else "/"
+        report(f"http://{host}:{listener.getsockname()[1]}{secret}")
+        config = uvicorn.Config(
+            server.make_app(start_readers),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        )
+        try:
+            _EndingServer(config, server).run(sockets=[listener])
+        except KeyboardInterrupt:  # how uvicorn passes on the Ctrl-C that has ended it
+            pass
+        finally:
+            server.stopping.set()
+            for thread in threads:
+                thread.stop()
+
+
+class _EndingServer(uvicorn.Server):
+    """Ends the streams of pages with the first signal, which would last as long as a browser shows the page."""
+
+    def __init__(self, config: uvicorn.Config, server: Server):
+        super().__init__(config)
+        self._pages = server
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._pages.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def _raise_file_limit() -> None:
+    """Each agent and each page has a connection; the limit of a shell is often 1,024 open files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. UsageError where the address cannot be used."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} is in use, perhaps by another `phalanx serve`; choose another with --port, or --port 0 "
+                "for any free one"
+            ) from None
+        raise UsageError(f"--host {host} --port {port}: {error.strerror}") from None
+    return listener

@@ -1,8 +1,8 @@
 """The process that answers messages for a page: it has torch and the model, which the server has not.
 
 It reads a `ChatRequest` from each line of standard input and writes lines of JSON: pieces of the answer (`text`), notes
-on it (`note`), errors (`error`), and in the end DONE. SIGINT stops an answer. It ends with its standard input, and when
-nothing was asked for IDLE_TIMEOUT_S, which frees the model's memory.
+on it (`note`), errors (`error`), and in the end DONE_LINE. SIGINT stops an answer. It ends with its standard input, and
+when nothing was asked for IDLE_TIMEOUT_S, which frees the model's memory.
 """
 
 import json
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from phalanx.errors import PhalanxError
 
 IDLE_TIMEOUT_S = 900
-DONE = '{"done": true}'
+DONE_LINE = '{"done": true}'
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ChatRequest:
     max_tokens: int = 500
 
 
-REQUESTS = TypeAdapter(ChatRequest)
+REQUEST_ADAPTER = TypeAdapter(ChatRequest)
 
 
 def answer_requests(location: str) -> None:
@@ -52,7 +52,7 @@ def answer_requests(location: str) -> None:
     for line in sys.stdin:
         signal.alarm(0)
         stopped.clear()
-        request = REQUESTS.validate_json(line)
+        request = REQUEST_ADAPTER.validate_json(line)
         try:
             text_model = text_model or load_text_model(location, CheckpointSelection())
             dialogue = fit_dialogue(text_model, list(map(asdict, request.messages)), request.max_tokens)
@@ -63,7 +63,7 @@ def answer_requests(location: str) -> None:
                 _send("text", piece)
         except PhalanxError as error:
             _send("error", str(error))
-        print(DONE, flush=True)
+        print(DONE_LINE, flush=True)
         signal.alarm(IDLE_TIMEOUT_S)
 
 

@@ -21,8 +21,8 @@ from phalanx.observe.recommendations import find_recommendations
 from phalanx.observe.summary import build_summary
 from phalanx.run import EventTail, Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
-from phalanx.serve.log_pages import render_log_tail
-from phalanx.serve.run_row import RUNNING_WITHIN_S, stat_run
+from phalanx.serve.job_pages import render_log_tail
+from phalanx.serve.run_index import RUNNING_WITHIN_S, stat_run
 
 READ_BUDGET_S = 0.5
 """Seconds of reading after which a page shows what was read so far: a long run takes minutes."""
@@ -64,7 +64,6 @@ class RunPage:
     """Over steps, those of nodes over seconds."""
     axes: XAxes
     share_read: float
-    """Share of the events that are read."""
 
     def rescale_charts(self, x_name: str) -> Sequence[Chart]:
         """The charts over one of X_NAMES."""
@@ -98,7 +97,6 @@ class LiveRun:
 
     @property
     def num_steps(self) -> int:
-        """Steps in memory."""
         return len(self._builder.step_numbers)
 
     def _open(self) -> None:
@@ -174,7 +172,6 @@ class LiveRuns:
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
 
     def find(self, run: Run) -> LiveRun:
-        """The live run of a directory."""
         with self._lock:
             found = self._open.pop(run.path, None) or LiveRun(run, self._clock)
             self._open[run.path] = found
@@ -234,8 +231,7 @@ class NodeCharts:
         self._has_gpus = self._is_estimate = False
 
     def read(self) -> None:
-        """Read what was added since the last call. Files that are none are left out, as the run may come from another
-        person."""
+        """Read what was added since the last call. Files that are none are left out: others may have made the run."""
         paths = sorted(self._run.telemetry.glob("*.jsonl"))[:MAX_NODES]
         for path in paths:
             if path not in self._tails:
@@ -304,8 +300,7 @@ def make_axes(history: RunHistory, unit: str) -> XAxes:
 
 
 def rescale_charts(charts: Sequence[Chart], axes: XAxes, name: str) -> list[Chart]:
-    """Charts over the axis `name` of X_NAMES. What was read after the last step has no step and no tokens: only the
-    axis of time shows it."""
+    """Charts over one of X_NAMES. What was read after the last step shows on the axis of time only."""
     end_s = max([float(axes.time[-1]), *(chart.x_range[1] for chart in charts if chart.x_label == SECONDS_LABEL)])
     time_label, size = next((label, size) for label, size, least in TIME_UNITS if end_s / size >= least)
     targets = {"step": (axes.step, "step"), "time": (axes.time / size, time_label), "units": (axes.units, axes.unit)}

@@ -1,5 +1,4 @@
-"""Runs and jobs as metrics, for `/metrics`. Only running runs have series of their own: a folder of 10,000 runs
-is no burden for what stores them."""
+"""Runs and jobs for `/metrics`. Only running runs have series of their own: 10,000 runs are no burden."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,8 +13,7 @@ from starlette.responses import Response
 from phalanx.jobs.spec import JobState
 from phalanx.serve.job_pages import JobReader
 from phalanx.serve.page_context import AddedPages, PageContext
-from phalanx.serve.run_index import RunIndex
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunIndex, RunRow
 from phalanx.telemetry.agent_endpoint import METRICS_TYPE
 from phalanx.telemetry.exposition import MetricDefinition, render_families
 
@@ -40,15 +38,13 @@ RUN_METRICS = {
 
 
 def list_metrics() -> list[MetricDefinition]:
-    """All metrics."""
     return [RUN_COUNT, *RUN_METRICS.values(), JOB_COUNT]
 
 
 def build_metrics(
     now: float, runs: Sequence[RunRow], has_all_runs: bool, job_states: Sequence[str] | None
 ) -> Iterator[Metric]:
-    """The metrics that have a value. `has_all_runs`: every run that was found is among `runs`; `job_states`: None where
-    the jobs could not be read."""
+    """The metrics with a value. `has_all_runs`: `runs` are all that were found; `job_states`: None if not readable."""
     statuses = [row.status(now) for row in runs]
     if has_all_runs:
         yield from RUN_COUNT.build(count_states(RUN_STATUSES, statuses))
@@ -76,8 +72,7 @@ class MetricsRoutes:
     context: PageContext
 
     async def send_metrics(self, request: Request) -> Response:
-        """Runs and jobs for Prometheus, and what added pages know; `?readings=no`: without readings of devices, which
-        may be long."""
+        """Runs, jobs and what added pages know; `?readings=no`: without readings of devices, which may be long."""
         with_readings = request.query_params.get("readings") != "no"
         jobs = self.jobs.jobs
         states = None if jobs.read_at is None or jobs.problem else [job.state.value for job in jobs.jobs]

@@ -24,8 +24,7 @@ STREAM_INTERVAL_S = 1.0
 """Between two messages of a stream, which also say that the connection lives."""
 
 Message = dict[str, Any]
-"""A message, as `live.js` reads it: `sections` are HTML by the id of the element; some pages have `charts` or a
-`heatMap`."""
+"""A message for `live.js`: `sections` are HTML by element id; some pages have `charts` or a `heatMap`."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -101,27 +100,21 @@ class AddedPages(Protocol):
 
     def open(self, site: ServedSite) -> None:
         """Called once, before all others."""
-        ...
 
     def make_routes(self) -> Sequence[Route]:
         """The routes of the pages."""
-        ...
 
     def start(self) -> None:
         """Start threads; called once the server answers requests."""
-        ...
 
     def stop(self) -> None:
         """End them."""
-        ...
 
     async def run(self) -> None:
         """Run in the server's event loop until cancelled."""
-        ...
 
     def build_metrics(self, with_readings: bool) -> "Iterable[Metric]":
         """What `/metrics` has besides runs and jobs; without readings of devices if so asked."""
-        ...
 
 
 PageMaker = Callable[..., AddedPages]

@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from phalanx import formatting
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunRow
 from phalanx.std_streams import escape_control_chars
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ RUN_COLUMNS = ("", "run", "status", "step", "loss", "validation", "speed", "work
 
 
 def render_frame(frame: PageFrame, body: str) -> str:
-    """The whole document."""
     tabs = "".join(
         f'<a href="{address}"{" aria-current=page" if name == frame.tab else ""}>{name}</a>'
         for name, address in (*OWN_TABS, *frame.added_tabs)
@@ -107,15 +106,13 @@ def render_frame(frame: PageFrame, body: str) -> str:
 
 
 class PageResponse(Response):
-    """Renders a page for the address that was asked for. What would turn text around, and halves of characters, as of
-    file names, are written out."""
+    """Renders a page for its address. What would turn text around, and halves of characters, are written out."""
 
     def __init__(self, frame: PageFrame, body: str, status: int = 200):
         super().__init__(status_code=status)
         self._frame, self._body = frame, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the page."""
         query = scope.get("query_string", b"").decode("latin-1")
         here = _page_path(scope)[1:] + (f"?{query}" if query else "")
         text = render_frame(replace(self._frame, root=relative_root(scope), here=here), self._body)
@@ -135,8 +132,7 @@ def _page_path(scope: Scope) -> str:
 def render_each(
     items: Iterable[ItemT], render: Callable[[ItemT], Sequence[str]], name: Callable[[ItemT], str], num_columns: int
 ) -> Iterator[Sequence[str]]:
-    """Yield the row of each item. One that cannot be rendered has its name and `unreadable`, and the others are
-    there."""
+    """Yield the row of each item; of one that cannot be rendered, its name and `unreadable`."""
     for item in items:
         try:
             yield render(item)
@@ -192,7 +188,6 @@ def render_run_list(runs: Sequence[ListedRun], query: RunQuery, is_complete: boo
 
 
 def render_runs(content: str, query: RunQuery) -> str:
-    """The page of all runs."""
     order = {"sort": query.sort, "descending": "1" if query.descending else ""}
     sort = "".join(f'<input type="hidden" name="{key}" value="{value}">' for key, value in order.items() if value)
     return f"""<header><h1>Runs</h1></header>

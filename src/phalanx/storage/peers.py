@@ -21,10 +21,10 @@ from phalanx.run.authentication import (
     HandshakeServer,
     accept_authenticated,
     open_authenticated,
+    open_listener,
     receive_exactly,
     receive_into,
 )
-from phalanx.run.listener import open_listener
 from phalanx.storage.errors import NotFound
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 

@@ -40,17 +40,14 @@ class AgentEndpoint:
 
     @property
     def port(self) -> int:
-        """The port it answers on."""
         return int(self._server.server_address[1])
 
     def publish(self, sample: NodeSample) -> None:
-        """Show a newer sample."""
         with self._changed:
             self._sample = sample
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all answers."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -68,7 +65,6 @@ class AgentEndpoint:
             return self._sample if self._is_open else None
 
     def to_line(self, sample: NodeSample) -> bytes:
-        """A sample as a line of the stream."""
         return json.dumps({"node": self._node, **to_json(sample)}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -77,7 +73,6 @@ class _RequestHandler(http.server.BaseHTTPRequestHandler):
     timeout = SEND_TIMEOUT_S
 
     def do_GET(self) -> None:
-        """Answer a request."""
         try:
             if self.path == "/metrics":
                 self._send(200, METRICS_TYPE, self.agent.render())

@@ -37,8 +37,7 @@ class RaplDomain:
 
 
 def find_rapl_domains(root: Path = Path("/")) -> list[RaplDomain]:
-    """Return the domains of packages and dies; not those of parts of a package, nor `psys`, which is the whole platform
-    and has the packages in it."""
+    """Return the domains of packages and dies; not of parts of a package, nor `psys`, the whole platform."""
     found = []
     for folder in sorted((root / "sys/class/powercap").glob("intel-rapl:*")):
         if folder.name.count(":") > 1:
@@ -92,7 +91,6 @@ class HostSource:
         self._last_energy: tuple[float, float] | None = None
 
     def read(self) -> SourceReading:
-        """Read all values now."""
         utilization, energy_j = self._read_utilization(), self._read_energy()
         power_w, is_estimate = self._measure_power(energy_j), False
         if energy_j is None and utilization is not None:

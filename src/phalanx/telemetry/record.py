@@ -15,14 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.cluster.device_links import import_nvml
 from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
 from phalanx.run.telemetry_minutes import NodeEnergy, NodeMinute, read_newest_energy
-from phalanx.telemetry.amd import AmdsmiSource
+from phalanx.telemetry.gpu_sources import AmdsmiSource, NvmlSource
 from phalanx.telemetry.host import HostSource
-from phalanx.telemetry.nvml import NvmlSource
 from phalanx.telemetry.rollup import DeviceChecker, MinuteBuilder, add_minute_energy, merge_hosts
 from phalanx.telemetry.sample import (
     SAMPLE_INTERVAL_S,
@@ -43,13 +42,7 @@ PORT_VARIABLE = "PHALANX_METRICS_PORT"
 
 
 class NodeSampler:
-    """Takes samples of this node.
-
-    Args:
-        on_minute: called with each minute that is over, and at the end with the part of one.
-        on_sample: called with each sample.
-        clock: seconds of a monotonic clock; `wall_clock`: seconds since the epoch.
-    """
+    """Takes samples of this node. `on_minute` gets each minute that is over, and at the end the part of one."""
 
     def __init__(
         self,
@@ -93,8 +86,8 @@ class SamplingThread:
     """Takes a sample a second in a thread of its own until `stop`. The thread also opens the sources, by
     `make_sampler`, and closes them: a driver or storage that hangs never blocks the caller."""
 
-    def __init__(self, make_sampler: Callable[[], NodeSampler], clock: Callable[[], float] = time.monotonic):
-        self._make_sampler, self._clock = make_sampler, clock
+    def __init__(self, make_sampler: Callable[[], NodeSampler]):
+        self._make_sampler = make_sampler
         self._stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -108,11 +101,11 @@ class SamplingThread:
 
     def _run(self) -> None:
         with contextlib.closing(self._make_sampler()) as sampler:
-            due = self._clock()
+            due = time.monotonic()
             while True:
                 sampler.read()
-                due = max(due + SAMPLE_INTERVAL_S, self._clock())  # what a slow source missed is not made up for
-                if self._stop_requested.wait(due - self._clock()):
+                due = max(due + SAMPLE_INTERVAL_S, time.monotonic())  # what a slow source missed is not made up for
+                if self._stop_requested.wait(due - time.monotonic()):
                     return
 
 
@@ -139,14 +132,8 @@ def import_amdsmi() -> Any:
 
 class MinuteFile:
     """Appends minutes to RUN/telemetry/NODE.jsonl. One process writes it: a second agent on the same node leaves it to
-    the first. Nothing that fails here stops a run.
-
-    Args:
-        host: Name for the file where another agent has that of the node: pods on one node have their own accelerators.
-
-    Attributes:
-        device_ids: accelerators of the run; only their energy is counted. Empty: they are not known.
-    """
+    the first, and writes that of `host`, since pods on one node have their own accelerators. Nothing that fails here
+    stops a run. `device_ids`: accelerators of the run; only their energy is counted. Empty: they are not known."""
 
     def __init__(self, run: Run, node: str, host: str | None = None):
         self.device_ids: Sequence[str] = ()
@@ -223,8 +210,7 @@ def read_metrics_port(environment: Mapping[str, str]) -> int:
 
 
 def _open_endpoint(node: str) -> "AgentEndpoint | None":
-    """The endpoint that the environment asks for; None where it asks for none, or another agent of this node has the
-    port."""
+    """The endpoint that the environment asks for; None without, or where another agent of this node has the port."""
     if not (port := read_metrics_port(os.environ)):
         return None
     if importlib.util.find_spec("prometheus_client") is None:

@@ -13,8 +13,7 @@ HOST_COLUMNS = tuple(each.name for each in fields(HostSample))
 DEVICE_COLUMNS = tuple(each.name for each in fields(DeviceSample) if each.name not in ("id", "name"))
 DEVICE_POWER_COLUMNS = ("power_mean_w", "power_instant_w")
 FROZEN_AFTER_S = 5.0
-"""Seconds for which an energy counter may not change while the device draws power: NVML's moves every 0.1 s, others'
-every second or two."""
+"""Seconds for which an energy counter may not change under power: NVML's moves every 0.1 s, others' every 1 to 2 s."""
 FROZEN_AFTER_RENEWALS = 3
 """The same for a service that renews its values more slowly."""
 MIN_ACTIVE_W = 5.0
@@ -56,12 +55,8 @@ class DeviceChecker:
     """The last count of each device, and since when it is that."""
 
     def is_frozen(self, sample: DeviceSample, time_s: float, renewal_s: float = 0.0) -> bool:
-        """Whether this reading is one of a counter that does not change.
-
-        Args:
-            time_s: of a monotonic clock.
-            renewal_s: seconds between new values at the source.
-        """
+        """Whether this reading is one of a counter that does not change. `time_s`: of a monotonic clock; `renewal_s`:
+        seconds between new values at the source."""
         value, power_w = sample.energy_joules, sample.power_w
         last, changed_at = self._counts.get(sample.id, (None, 0.0))
         if value is None or value != last or power_w is None or power_w < MIN_ACTIVE_W:
@@ -118,8 +113,7 @@ class MinuteBuilder:
         self._is_estimate = False
 
     def add(self, sample: NodeSample) -> NodeMinute | None:
-        """Add a sample; return the minute before if this one begins another. A clock that is set back begins another,
-        too."""
+        """Add a sample; return the minute before if this one begins another, also by a clock that is set back."""
         minute, done = int(sample.time // ROLLUP_S), None
         if self._minute is not None and minute != self._minute:
             done = self.take()

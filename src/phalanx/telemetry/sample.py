@@ -27,16 +27,10 @@ class SlowReason(IntFlag):
     DISPLAY_CLOCKS = 256
 
 
-SLOW_REASON_LABELS = {
-    SlowReason.IDLE: "idle",
-    SlowReason.APPLICATION_CLOCKS: "application clocks",
-    SlowReason.POWER_CAP: "power cap",
+SLOW_REASON_LABELS = {reason: str(reason.name).lower().replace("_", " ") for reason in SlowReason} | {
     SlowReason.HW_SLOWDOWN: "hardware slowdown",
-    SlowReason.SYNC_BOOST: "sync boost",
     SlowReason.SW_THERMAL: "thermal (driver)",
     SlowReason.HW_THERMAL: "thermal (hardware)",
-    SlowReason.POWER_BRAKE: "power brake",
-    SlowReason.DISPLAY_CLOCKS: "display clocks",
 }
 
 
@@ -54,7 +48,6 @@ class DeviceSample:
     """UUID, or another name that stays the same when devices are renumbered."""
     name: str = ""
     power_instant_w: float | None = None
-    """Power over milliseconds."""
     power_mean_w: float | None = None
     """Mean power over about a second, by the device (NVML on Ampere and later, AMD's average socket power)."""
     power_cap_w: float | None = None
@@ -134,15 +127,12 @@ class TelemetrySource(Protocol):
     @property
     def problems(self) -> Sequence[str]:
         """What it cannot read here, and why."""
-        ...
 
     def read(self) -> SourceReading:
         """Read all values now. A value that cannot be read is None; the source itself never raises for that."""
-        ...
 
     def close(self) -> None:
         """Release what it holds. `read` is not called afterwards."""
-        ...
 
 
 class SourceUnavailableError(Exception):

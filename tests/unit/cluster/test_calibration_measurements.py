@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from phalanx.cluster.calibration import gemm, op_benchmark, timing
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes
 from phalanx.cluster.calibration.gemm import GemmShape, gemm_shapes, linear_layer_shapes, make_operands, spread_shapes
 from phalanx.cluster.calibration.memory_ops import count_moved_bytes, memory_op_cases
 from phalanx.cluster.calibration.op_benchmark import prepare_attention, run_attention
-from phalanx.cluster.calibration.timing import BenchTimer
+from phalanx.cluster.calibration.timing import BenchTimer, ColdBufferPool, last_level_cache_bytes
 from phalanx.cluster.spec import GemmTiming, OpTiming
 
 ASKED = {"device": "cpu", "threads": 1, "quick": True, "seconds": 0.5, "memory_bytes": 2**34}

@@ -3,13 +3,13 @@
 import re
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from ruamel.yaml import YAML
 
 from phalanx.cluster import catalog
 from phalanx.cluster.catalog import (
-    CATALOG_KINDS,
     CatalogKind,
     find_entry,
     get_entry,
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cluster-file.md"
 NOT_FIGURES = {"vendor", "generation", "usual"}
 
 
-@pytest.mark.parametrize("kind", CATALOG_KINDS)
+@pytest.mark.parametrize("kind", get_args(CatalogKind))
 def test_every_figure_has_a_source(kind: CatalogKind) -> None:
     file = YAML(typ="safe").load((files("phalanx.cluster") / "data" / f"{kind}.yaml").read_text("utf-8"))
     for name, values in file[kind].items():
@@ -32,7 +32,7 @@ def test_every_figure_has_a_source(kind: CatalogKind) -> None:
         assert all(text.strip() for text in values["sources"].values()), name
 
 
-@pytest.mark.parametrize("kind", CATALOG_KINDS)
+@pytest.mark.parametrize("kind", get_args(CatalogKind))
 def test_every_name_finds_its_own_entry(kind: CatalogKind) -> None:
     for entry in list_entries(kind):
         for alias in (entry.name, *entry.aliases):

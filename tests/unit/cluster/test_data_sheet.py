@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.cluster.data_sheet import (
+from phalanx.cluster.catalog import (
     cpu_data_sheet,
     find_data_sheet,
     flops_per_cycle,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_topology import (
+from phalanx.cluster.device_links import (
     GpuLinks,
     bind_to_local_cores,
     choose_scale_up,

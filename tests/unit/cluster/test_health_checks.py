@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.cluster.device_links import Nic
 from phalanx.cluster.health import CheckContext, HealthVerdict, worst_verdict
 from phalanx.cluster.health.checks import host, network
 from phalanx.cluster.health.finding import THRESHOLD_BY_NAME, HealthFinding, evaluate_threshold
-from phalanx.cluster.nics import Nic
 from phalanx.cluster.system_files import OtherLoad
 
 GIB = 2**30

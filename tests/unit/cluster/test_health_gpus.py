@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.gpu_topology import GpuLinks
+from phalanx.cluster.device_links import GpuLinks
 from phalanx.cluster.health import CheckContext, HealthVerdict, run_preflight
 from phalanx.cluster.health.checks import gpus, kernel_log
-from phalanx.cluster.health.checks.gpus import GpuState
+from phalanx.cluster.health.checks.gpus import GpuState, check_gpus_present
 from phalanx.cluster.health.checks.kernel_log import KernelMessage, XidAction, find_xid
 from phalanx.cluster.health.finding import HealthFinding
-from phalanx.cluster.health.preflight import check_gpus_present
 
 
 class NVMLError(Exception):
@@ -241,11 +240,11 @@ def test_an_agent_sees_that_a_gpu_fell_off_the_bus(tmp_path: Path) -> None:
 def test_gpus_whose_driver_hides_its_folder_are_not_missing(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidiactl").touch()  # gVisor and WSL2 have no /proc/driver/nvidia
-    here = CheckContext(tmp_path, tmp_path, tmp_path, tmp_path)
-    [said] = check_gpus_present(here, 1)
+    here = CheckContext(tmp_path, tmp_path, tmp_path, tmp_path, expected_devices=1)
+    [said] = check_gpus_present(here)
     assert said.verdict is HealthVerdict.UNKNOWN
     (tmp_path / "proc/driver/nvidia/gpus").mkdir(parents=True)
-    [said] = check_gpus_present(here, 1)
+    [said] = check_gpus_present(here)
     assert said.verdict is HealthVerdict.FAIL
 
 

@@ -12,8 +12,7 @@ from http_objects import serve_objects
 from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.location_speed import PART_BYTES, measure_location
 from phalanx.cluster.health import CheckContext, HealthFinding, HealthVerdict
-from phalanx.cluster.health.checks.storage import check_storage
-from phalanx.cluster.health.runner import HEALTH_CHECKS, HealthCheck, run_storage_check
+from phalanx.cluster.health.runner import HEALTH_CHECKS, HealthCheck, check_storage, run_storage_check
 from phalanx.recipe.locations import StorageLocation
 
 PROBE_NAME = ".probe-of-a-test"

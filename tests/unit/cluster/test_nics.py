@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.nics import Nic, choose_scale_out, discover_nics
+from phalanx.cluster.device_links import Nic, choose_scale_out, discover_nics
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

@@ -21,8 +21,8 @@ from phalanx.jobs.frameworks.process_env import (
     make_process_variables,
     select_visible_devices,
 )
+from phalanx.run.authentication import reserve_port
 from phalanx.run.control_channel import TCP_KEEPALIVE_OPTIONS, ControlServer, connect_to_leader
-from phalanx.run.listener import reserve_port
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import Leave, Ping, Topology

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from phalanx.run.listener import open_listener, reserve_port, resolve_address
+from phalanx.run.authentication import open_listener, reserve_port, resolve_address
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])

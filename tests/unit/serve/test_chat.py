@@ -12,9 +12,9 @@ import pytest
 from make_run import healthy
 from phalanx.run import Run
 from phalanx.serve.access import make_access
-from phalanx.serve.chat_routes import ChatProcess
 from phalanx.serve.chat_worker import ChatMessage, ChatRequest
 from phalanx.serve.run_index import RunIndex
+from phalanx.serve.run_routes import ChatProcess
 from serve_browser import Browser
 
 TOKEN = "a-token-for-the-test"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from phalanx.run import Run
-from phalanx.serve.log_pages import list_logs, read_log_tail, render_log_tail, render_logs
+from phalanx.serve.job_pages import list_logs, read_log_tail, render_log_tail, render_logs
 
 
 def test_logs_are_listed_by_attempt_and_rank(run: Run) -> None:

@@ -10,7 +10,7 @@ import pytest
 from make_run import healthy
 from phalanx.serve.access import make_access
 from phalanx.serve.pages import SORT_KEYS, RunQuery, render_run_list, select_rows
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunRow
 from serve_browser import Browser
 
 NOW = 1000.0

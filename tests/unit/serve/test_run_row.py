@@ -10,13 +10,13 @@ import pytest
 from make_run import Maker, healthy, troubled
 from phalanx.run import Run
 from phalanx.run.event_types import EvaluationDone, RunEnded, StepDone
-from phalanx.serve import run_row
-from phalanx.serve.run_row import END_BYTES, RUNNING_WITHIN_S, read_run_row
+from phalanx.serve import run_index
+from phalanx.serve.run_index import END_BYTES, RUNNING_WITHIN_S, read_run_row
 
 
 @pytest.mark.parametrize("end_bytes", [END_BYTES, 4096], ids=["whole", "ends only"])
 def test_a_finished_run_has_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end_bytes: int) -> None:
-    monkeypatch.setattr(run_row, "END_BYTES", end_bytes)
+    monkeypatch.setattr(run_index, "END_BYTES", end_bytes)
     row = read_run_row(Run(healthy(tmp_path / "run")))
     assert row.status(time.time()) == "done"
     assert (row.step, row.total_steps, row.world_size, row.device) == (300, 300, 1, "cpu")

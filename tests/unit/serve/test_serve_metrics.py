@@ -18,7 +18,7 @@ from made_samples import full_node
 from phalanx.serve import metrics
 from phalanx.serve.app import DASHBOARD_FILE
 from phalanx.serve.metrics import build_metrics, list_metrics
-from phalanx.serve.run_row import RunRow
+from phalanx.serve.run_index import RunRow
 from phalanx.telemetry.exposition import build_node_metrics, list_node_metrics, render_families
 
 NOW = 1_790_000_000.0

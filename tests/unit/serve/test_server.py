@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.cli import serve as serve_command
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.serve.server import ServeOptions, serve
+from phalanx.serve.app import ServeOptions, serve
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_wrong_options_are_refused_before_anything_is_served(
 
 def test_the_server_starts_without_what_only_later_pages_need() -> None:
     code = (
-        "import sys, phalanx.serve.server; "
+        "import sys, phalanx.serve.app; "
         "print([name for name in ('numpy', 'pydantic', 'ruamel', 'prometheus_client', 'torch') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -3,7 +3,7 @@
 import pytest
 
 from fake_nvml import FakeGpu, FakeNvml
-from phalanx.telemetry.nvml import NvmlSource
+from phalanx.telemetry.gpu_sources import NvmlSource
 from phalanx.telemetry.sample import DeviceSample, SlowReason, SourceUnavailableError
 
 

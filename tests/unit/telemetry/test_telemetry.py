@@ -9,8 +9,8 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups, ValueRollup
 from phalanx.telemetry import record as record_module
+from phalanx.telemetry.gpu_sources import NvmlSource
 from phalanx.telemetry.host import BUSY_WATTS_PER_CORE, HostSource
-from phalanx.telemetry.nvml import NvmlSource
 from phalanx.telemetry.record import NodeSampler, SamplingThread
 from phalanx.telemetry.rollup import CounterTotal, MinuteBuilder, merge_hosts
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample, SourceReading

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.cluster.gpu_topology import import_nvml
+from phalanx.cluster.device_links import import_nvml
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.telemetry.host import find_rapl_domains
 from phalanx_fleet.power.devices import CapDevice, CapError, CapLimits, to_device_units

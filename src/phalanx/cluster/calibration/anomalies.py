@@ -53,10 +53,8 @@ def best_gemm_tflops(gemms: Sequence[GemmTiming]) -> dict[str, float]:
 
 
 def measured_memory_bandwidth(ops: Sequence[OpTiming], device: str) -> float | None:
-    """Return the memory bandwidth in GB/s from the largest addition, which no cache holds.
-
-    On CPUs only tensors up to 32 MiB count: larger ones include page faults of the operating system.
-    """
+    """Return the memory bandwidth in GB/s from the largest addition, which no cache holds. On CPUs only tensors up to
+    32 MiB count: larger ones include page faults of the operating system."""
     max_bytes = 3 * 2**25 if device == "cpu" else math.inf
     additions = [
         each

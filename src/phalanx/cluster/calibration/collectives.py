@@ -50,11 +50,9 @@ def bus_factor(ranks: int) -> float:
 
 
 def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict[str, Any]]:
-    """Measure all-reduces of the default process group. Returns the same on every rank.
-
-    `payload`: `device`, `quick`, `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of
-    all ranks (`make_agreement`).
-    """
+    """Measure all-reduces of the default process group. Returns the same on every rank. `payload`: `device`, `quick`,
+    `seconds` in all, optionally `sizes`. `timer.max_over_ranks` must be a collective of all ranks
+    (`make_agreement`)."""
     import torch.distributed as dist
 
     device, world = payload["device"], dist.get_world_size()
@@ -71,8 +69,7 @@ def measure_collectives(payload: dict[str, Any], timer: BenchTimer) -> list[dict
 def measure_all_reduce(
     num_bytes: int, num_ranks: int, group: dist.ProcessGroup | None, budget_s: float, device: str, timer: BenchTimer
 ) -> dict[str, Any]:
-    """Measure an all-reduce of `num_bytes` among the first `num_ranks` ranks. Ranks outside the group still take part
-    in `timer.max_over_ranks`."""
+    """Measure an all-reduce among the first `num_ranks` ranks; the others join in `timer.max_over_ranks`."""
     import torch
     import torch.distributed as dist
 
@@ -122,10 +119,8 @@ def make_agreement() -> Callable[[float], float]:
 
 
 def measure_concurrently(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """Measure `collectives`, `products` and `operations`. Returns the same on every rank.
-
-    `payload`: `device`, `threads` of each process, `processes`, `seconds` in total, `quick`, `memory_bytes`.
-    """
+    """Measure `collectives`, `products` and `operations`. Returns the same on every rank. `payload`: `device`,
+    `threads` of each process, `processes`, `seconds` in total, `quick`, `memory_bytes`."""
     import torch
 
     device = payload["device"]

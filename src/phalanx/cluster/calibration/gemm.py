@@ -1,7 +1,7 @@
 """Matrix products by shape, layout and precision: what most of a training step is made of.
 
 Half of the shapes are those of linear layers in the layouts of forward and backward, half are spread evenly over the
-logarithms of m, n and k. Operands come from a pool that no cache holds (cold_buffers.py).
+logarithms of m, n and k. Operands come from a pool that no cache holds (`ColdBufferPool`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, torch_dtype
 from phalanx.cluster.calibration.op_benchmark import num_argument_sets, prepare_buffers
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
     BenchTimer,
+    ColdBufferPool,
     coarse_to_fine,
     keep_fastest,
     make_timer,
@@ -24,6 +24,7 @@ from phalanx.cluster.calibration.timing import (
     remaining_seconds,
     round_seconds,
     split_budget,
+    torch_dtype,
 )
 from phalanx.recipe.devices import has_fp8, size_table_of
 
@@ -91,10 +92,8 @@ def linear_layer_shapes(widths: Sequence[int], tokens: Sequence[int]) -> list[Ge
 
 
 def spread_shapes(count: int, min_side: int, max_side: int, max_flops: float) -> list[GemmShape]:
-    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`.
-
-    No shape exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models.
-    """
+    """Return `count` shapes spread evenly over the logarithms of m, n, k between `min_side` and `max_side`. No shape
+    exceeds `max_flops`. Layouts alternate. Sides are multiples of 8, as in models."""
     found: list[GemmShape] = []
     index, span = 0, math.log2(max_side / min_side)
     while len(found) < count and index < 100 * count:
@@ -123,11 +122,9 @@ def gemm_precisions(device: str) -> list[str]:
 
 
 def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure matrix products by shape and precision.
-
-    `payload`: `device`, `threads`, `seconds` in total, `quick`, `memory_bytes` of the device, `processes` that measure
-    concurrently, and optionally `gemm_shapes` as (m, n, k, layout).
-    """
+    """Measure matrix products by shape and precision. `payload`: `device`, `threads`, `seconds` in total, `quick`,
+    `memory_bytes` of the device, `processes` that measure concurrently, and optionally `gemm_shapes` as (m, n, k,
+    layout)."""
     device, quick = payload["device"], payload["quick"]
     timer = timer or make_timer(device)
     started = timer.clock()
@@ -159,8 +156,7 @@ def measure_gemms(payload: dict[str, Any], timer: BenchTimer | None = None) -> l
 def make_gemm_runner(
     shape: GemmShape, precision: str, pool: ColdBufferPool, bytes_per_run: int, timer: BenchTimer
 ) -> Callable[[], tuple[float]]:
-    """Return a function that measures the time of one product: it runs several, each with its own operands, and keeps
-    all results until the end."""
+    """Return a function that times one product: several, each with its own operands, and all results kept."""
     import torch
 
     dtype = torch_dtype(precision)
@@ -220,11 +216,9 @@ def measure_matmul(
     timer: BenchTimer | None = None,
     sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """TFLOP/s of square matrix products on a device of torch by precision (`gemm_precisions`).
-
-    Each precision gets about `seconds`: for each of a few sizes the median of repeated runs after one that warms up;
-    the best size counts. On a CPU `threads` threads compute, and torch's own setting is put back afterwards.
-    """
+    """TFLOP/s of square matrix products on a device of torch by precision (`gemm_precisions`). Each precision gets
+    about `seconds`: for each of a few sizes the median of repeated runs after one that warms up; the best size counts.
+    On a CPU `threads` threads compute, and torch's own setting is put back afterwards."""
     import torch
 
     timer = timer or make_timer(device)

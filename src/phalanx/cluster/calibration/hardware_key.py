@@ -40,10 +40,8 @@ def hardware_key(
 
 
 def default_calibration_path(machine: Machine | None = None, directory: Path | None = None) -> Path:
-    """Return the path that `phalanx calibrate` writes and other commands read by default.
-
-    It lies in the cache directory (`run.cache.cache_root`) and is named by the machine and a digest of its key.
-    """
+    """Return the path that `phalanx calibrate` writes and other commands read by default. It lies in the cache
+    directory (`run.cache.cache_root`) and is named by the machine and a digest of its key."""
     machine = machine or discover_machine()
     digest = xxhash.xxh3_64_hexdigest(json.dumps(hardware_key(machine), sort_keys=True).encode())
     name = re.sub(r"[^a-z0-9]+", "-", machine.device_name.lower()).strip("-") or "machine"

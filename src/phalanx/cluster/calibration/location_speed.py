@@ -158,7 +158,6 @@ def _median_and_p99(times_s: Sequence[float]) -> tuple[float, float]:
 
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes of one write or read."""
 PILOT_BYTES = 2 * BLOCK_BYTES
 MAX_WRITTEN_BYTES = {True: 128 * 10**6, False: 10**9}
 """Maximum bytes written, by `quick`."""

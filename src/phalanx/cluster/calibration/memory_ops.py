@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool
+from phalanx.cluster.calibration.timing import ColdBufferPool
 
 if TYPE_CHECKING:
     import torch
@@ -88,14 +88,19 @@ def _num_rows(size: int, dtype: torch.dtype, columns: int = NUM_COLUMNS) -> int:
     return max(1, size // (dtype.itemsize * columns))
 
 
+def _take_sets(
+    pool: ColdBufferPool, sets: int, count: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> list[tuple[Tensor, ...]]:
+    """Take `count` equal tensors for each set of arguments."""
+    return [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(count)) for _ in range(sets)]
+
+
 def _make_row_op(count: int, do: Callable[..., Any]) -> MakeOpCase:
     """Operations on `count` equal matrices."""
 
     def make(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
         shape = (_num_rows(size, dtype), NUM_COLUMNS)
-        return OpCase(
-            do, [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(count)) for _ in range(sets)], shape
-        )
+        return OpCase(do, _take_sets(pool, sets, count, shape, dtype), shape)
 
     return make
 
@@ -104,24 +109,14 @@ def _make_scale(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
     """`run_op` changes a copy: the data of the pool must stay unchanged."""
     shape = (_num_rows(size, dtype), NUM_COLUMNS)
     owned = [(pool.take_tensor(*shape, dtype=dtype).clone(),) for _ in range(sets)]
-
-    def work(x: Tensor) -> None:
-        x.mul_(1.0)
-
-    return OpCase(work, owned, shape, moved_bytes=2.0 * shape[0] * shape[1] * dtype.itemsize)
+    return OpCase(lambda x: x.mul_(1.0), owned, shape, moved_bytes=2.0 * shape[0] * shape[1] * dtype.itemsize)
 
 
 def _make_accumulate(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     shape = (_num_rows(size, dtype), NUM_COLUMNS)
     # the sum grows by one term each time: far from overflow, and not a constant that a cache could know
-    owned = [
-        (pool.take_tensor(*shape, dtype=dtype).clone(), pool.take_tensor(*shape, dtype=dtype)) for _ in range(sets)
-    ]
-
-    def work(total: Tensor, x: Tensor) -> None:
-        total.add_(x)
-
-    return OpCase(work, owned, shape, moved_bytes=3.0 * shape[0] * shape[1] * dtype.itemsize)
+    owned = [(total.clone(), x) for total, x in _take_sets(pool, sets, 2, shape, dtype)]
+    return OpCase(lambda total, x: total.add_(x), owned, shape, moved_bytes=3.0 * shape[0] * shape[1] * dtype.itemsize)
 
 
 def _make_cast(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -130,38 +125,35 @@ def _make_cast(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -
 
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     shape = (_num_rows(size, torch.float32), NUM_COLUMNS)
-    return OpCase(lambda x: x.to(dtype), [(pool.take_tensor(*shape, dtype=other),) for _ in range(sets)], shape)
+    return OpCase(lambda x: x.to(dtype), _take_sets(pool, sets, 1, shape, other), shape)
 
 
 def _make_layer_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    rows = _num_rows(size, dtype)
-    weight, bias = pool.take_tensor(NUM_COLUMNS, dtype=dtype), pool.take_tensor(NUM_COLUMNS, dtype=dtype)
+    shape = (_num_rows(size, dtype), NUM_COLUMNS)
+    weight, bias = (pool.take_tensor(NUM_COLUMNS, dtype=dtype) for _ in range(2))
 
     def work(x: Tensor) -> Any:
         return torch.ops.aten.native_layer_norm(x, [NUM_COLUMNS], weight, bias, 1e-5)
 
-    return OpCase(work, [(pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype),) for _ in range(sets)], (rows, NUM_COLUMNS))
+    return OpCase(work, _take_sets(pool, sets, 1, shape, dtype), shape)
 
 
 def _make_layer_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
     import torch
 
-    rows = _num_rows(size, dtype)
-    weight, bias = pool.take_tensor(NUM_COLUMNS, dtype=dtype), pool.take_tensor(NUM_COLUMNS, dtype=dtype)
+    shape = (_num_rows(size, dtype), NUM_COLUMNS)
+    weight, bias = (pool.take_tensor(NUM_COLUMNS, dtype=dtype) for _ in range(2))
+    x = pool.take_tensor(*shape, dtype=dtype)
     # kept by forward in fp32 on a CPU as on a GPU, where the input has fewer bits
-    of = torch.ops.aten.native_layer_norm(
-        pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype), [NUM_COLUMNS], weight, bias, 1e-5
-    )
-    mean, deviation = of[1], of[2]
+    _, mean, deviation = torch.ops.aten.native_layer_norm(x, [NUM_COLUMNS], weight, bias, 1e-5)
 
     def work(gradient: Tensor, x: Tensor) -> Any:
         backward = torch.ops.aten.native_layer_norm_backward
         return backward(gradient, x, [NUM_COLUMNS], mean, deviation, weight, bias, [True, True, True])
 
-    pairs = [tuple(pool.take_tensor(rows, NUM_COLUMNS, dtype=dtype) for _ in range(2)) for _ in range(sets)]
-    return OpCase(work, pairs, (rows, NUM_COLUMNS))
+    return OpCase(work, _take_sets(pool, sets, 2, shape, dtype), shape)
 
 
 def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -170,14 +162,14 @@ def _make_group_norm_backward(pool: ColdBufferPool, size: int, sets: int, dtype:
     aten = torch.ops.aten
     images = _num_rows(size, dtype, NUM_CHANNELS * IMAGE_SIDE * IMAGE_SIDE)
     shape = (images, NUM_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
-    weight, bias = pool.take_tensor(NUM_CHANNELS, dtype=dtype), pool.take_tensor(NUM_CHANNELS, dtype=dtype)
+    weight, bias = (pool.take_tensor(NUM_CHANNELS, dtype=dtype) for _ in range(2))
     numbers = (shape[0], NUM_CHANNELS, IMAGE_SIDE * IMAGE_SIDE, NUM_NORM_GROUPS)
     _, mean, deviation = aten.native_group_norm(pool.take_tensor(*shape, dtype=dtype), weight, bias, *numbers, 1e-5)
 
     def work(gradient: Tensor, x: Tensor) -> Any:
         return aten.native_group_norm_backward(gradient, x, mean, deviation, weight, *numbers, [True, True, True])
 
-    return OpCase(work, [tuple(pool.take_tensor(*shape, dtype=dtype) for _ in range(2)) for _ in range(sets)], shape)
+    return OpCase(work, _take_sets(pool, sets, 2, shape, dtype), shape)
 
 
 def _make_rotary(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -197,10 +189,8 @@ def _make_embedding_backward(pool: ColdBufferPool, size: int, sets: int, dtype: 
     import torch
 
     tokens = _num_rows(size, dtype, HIDDEN_SIZE)
-    pairs = [
-        (pool.take_tensor(tokens, HIDDEN_SIZE, dtype=dtype), torch.randint(0, VOCAB_SIZE, (tokens,)))
-        for _ in range(sets)
-    ]
+    gradients = _take_sets(pool, sets, 1, (tokens, HIDDEN_SIZE), dtype)
+    pairs = [(gradient, torch.randint(0, VOCAB_SIZE, (tokens,))) for (gradient,) in gradients]
 
     def work(gradient: Tensor, at: Tensor) -> Any:
         return torch.ops.aten.embedding_dense_backward(gradient, at, VOCAB_SIZE, -1, False)
@@ -220,12 +210,8 @@ def _make_adamw(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) 
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     optimizer.step()  # makes its state
 
-    def work() -> None:
-        optimizer.step()
-
-    return OpCase(
-        work, [()], (each * len(parameters),), moved_bytes=float(ADAMW_BYTES_PER_PARAMETER * each * len(parameters))
-    )
+    num_elements = each * len(parameters)
+    return OpCase(optimizer.step, [()], (num_elements,), moved_bytes=float(ADAMW_BYTES_PER_PARAMETER * num_elements))
 
 
 def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dtype) -> OpCase:
@@ -237,6 +223,5 @@ def _make_grad_norm(pool: ColdBufferPool, size: int, sets: int, dtype: torch.dty
     def work(x: Tensor) -> Any:
         return torch.linalg.vector_norm(x.view(-1, GRAD_NORM_ROW), dim=-1)
 
-    return OpCase(
-        work, [(pool.take_tensor(count),) for _ in range(sets)], (count,), moved_bytes=float(count * dtype.itemsize)
-    )
+    tensors = _take_sets(pool, sets, 1, (count,), torch.float32)
+    return OpCase(work, tensors, (count,), moved_bytes=float(count * dtype.itemsize))

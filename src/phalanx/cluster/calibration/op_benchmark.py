@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.calibration.cold_buffers import ColdBufferPool, last_level_cache_bytes, torch_dtype, warm_allocator
 from phalanx.cluster.calibration.memory_ops import MakeOpCase, OpCase, count_moved_bytes, memory_op_cases
 from phalanx.cluster.calibration.timing import (
     NUM_ROUNDS,
     BenchTimer,
+    ColdBufferPool,
     coarse_to_fine,
     keep_fastest,
+    last_level_cache_bytes,
     make_timer,
     median_seconds_of,
     remaining_seconds,
     round_seconds,
     split_budget,
+    torch_dtype,
+    warm_allocator,
 )
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_KIB, BYTES_PER_MIB
 from phalanx.recipe.devices import size_table_of
@@ -115,11 +118,8 @@ class SizedCase:
 
 
 def measure_memory_ops(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure the operations of `memory_ops.py`.
-
-    `payload`: `device` (of torch), `threads` (CPU), `seconds` in total, `quick`, `memory_bytes` of the device,
-    `processes` that measure concurrently, and optionally `sizes` and `kinds`.
-    """
+    """Measure the operations of `memory_ops.py`. `payload`: `device` (of torch), `threads` (CPU), `seconds` in total,
+    `quick`, `memory_bytes` of the device, `processes` that measure concurrently, and optionally `sizes` and `kinds`."""
     import torch
 
     device, quick = payload["device"], payload["quick"]
@@ -156,11 +156,9 @@ def measure_memory_op(
     """Measure one case for about `budget_s` seconds, with enough argument sets to move `bytes_per_run` bytes."""
     dtype = torch_dtype(case.precision)
     work = case.make_case(pool, case.size_bytes, 1, dtype)
-    nbytes = (
-        work.moved_bytes
-        if work.moved_bytes is not None
-        else count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0]))
-    )
+    nbytes = work.moved_bytes
+    if nbytes is None:
+        nbytes = count_moved_bytes(work.argument_sets[0], work.run_op(*work.argument_sets[0]))
     sets = num_argument_sets(nbytes, bytes_per_run)
     if sets > 1 and len(work.argument_sets[0]):
         work = case.make_case(pool, case.size_bytes, sets, dtype)
@@ -171,8 +169,7 @@ def measure_memory_op(
 
 
 def measure_attention(payload: dict[str, Any], timer: BenchTimer | None = None) -> list[dict[str, Any]]:
-    """Measure attention, forward and backward; `payload` as for `measure_memory_ops`, optionally with
-    `attention_shapes`."""
+    """Measure attention, forward and backward; `payload` as above, optionally with `attention_shapes`."""
     quick, timer = payload["quick"], timer or BenchTimer()
     started, bytes_per_run = timer.clock(), bytes_per_run_of("cpu", quick)
     shapes = payload.get("attention_shapes") or QUICK_SHAPES + ([] if quick else EXTRA_SHAPES)
@@ -190,14 +187,9 @@ def measure_attention(payload: dict[str, Any], timer: BenchTimer | None = None) 
         sets = num_argument_sets(4 * prepare_attention(shape, pool, 1, dtype).bytes, bytes_per_run)
         work = prepare_attention(shape, pool, sets, dtype)
         forward, backward = median_seconds_of(lambda work=work: _time_forward_backward(work, timer), share, timer)  # type: ignore[misc]
+        backward_flops = BACKWARD_FLOPS_FACTOR * work.flops
         forward_row = ("attention", precision, work.bytes, work.flops, forward)
-        backward_row = (
-            "attention_backward",
-            precision,
-            2 * work.bytes,
-            BACKWARD_FLOPS_FACTOR * work.flops,
-            backward,
-        )
+        backward_row = ("attention_backward", precision, 2 * work.bytes, backward_flops, backward)
         for row in (forward_row, backward_row):
             keep_fastest(found, _timing_row(*row, shape, processes))
     del allocator_guard
@@ -272,14 +264,12 @@ CHAIN_LENGTH = 200
 TINY_TENSOR_ELEMENTS = 16
 """Elements; too few for a second thread."""
 NUM_TINY_BLOCKS = 4
-"""Blocks of the tiny transformer."""
 
 
 def measure_overheads(payload: dict[str, Any], timer: BenchTimer | None = None) -> dict[str, Any]:
-    """Measure `launch_us` (forward only) and `operations`. `payload`: `threads`, `seconds`.
-
-    `eager_op`, shape (operations): forward plus backward of tiny blocks of modules, divided by the number of operations
-    that compute; the time beyond that of a tiny operation is spent in Python, modules, views and autograd."""
+    """Measure `launch_us` (forward only) and `operations`. `payload`: `threads`, `seconds`. `eager_op`, shape
+    (operations): forward plus backward of tiny blocks of modules, divided by the number of operations that compute; the
+    time beyond that of a tiny operation is spent in Python, modules, views and autograd."""
     import torch
 
     timer = timer or BenchTimer()
@@ -327,7 +317,7 @@ def time_tiny_blocks(budget_s: float, timer: BenchTimer) -> tuple[float, int]:
     from torch import nn
     from torch.nn import functional as F
 
-    class Block(nn.Module):
+    class TinyBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.LayerNorm(TINY_TENSOR_ELEMENTS), nn.LayerNorm(TINY_TENSOR_ELEMENTS)
@@ -342,7 +332,7 @@ def time_tiny_blocks(budget_s: float, timer: BenchTimer) -> tuple[float, int]:
             out: torch.Tensor = x + self.down(F.gelu(self.up(self.second(x))))
             return out
 
-    model = nn.Sequential(*(Block() for _ in range(NUM_TINY_BLOCKS)))
+    model = nn.Sequential(*(TinyBlock() for _ in range(NUM_TINY_BLOCKS)))
     x = torch.randn(1, 4, TINY_TENSOR_ELEMENTS)
 
     def both() -> None:

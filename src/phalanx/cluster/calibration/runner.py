@@ -16,11 +16,9 @@ from phalanx.cluster.calibration import location_speed
 from phalanx.cluster.calibration.anomalies import best_gemm_tflops, find_anomalies, measured_memory_bandwidth
 from phalanx.cluster.calibration.hardware_key import hardware_key
 from phalanx.cluster.calibration.timing import time_reference_gemm
-from phalanx.cluster.catalog import find_accelerator, find_entry
-from phalanx.cluster.data_sheet import find_data_sheet
+from phalanx.cluster.catalog import find_accelerator, find_data_sheet, find_entry
+from phalanx.cluster.device_links import choose_scale_out, choose_scale_up, discover_gpu_links, discover_nics
 from phalanx.cluster.discovery import Machine
-from phalanx.cluster.gpu_topology import choose_scale_up, discover_gpu_links
-from phalanx.cluster.nics import choose_scale_out, discover_nics
 from phalanx.cluster.spec import (
     AcceleratorSpec,
     Cluster,
@@ -59,11 +57,9 @@ class MeasurementFailed(Exception):
 
 @dataclass(frozen=True)
 class Executor:
-    """Functions with side effects that a calibration calls.
-
-    `run_in_process` runs `module:function(payload)` in a separate process, `run_in_world` on every rank of a new
-    world of the given size, of which rank 0 returns. `scratch_dir` is a private directory on the disk to measure.
-    """
+    """Functions with side effects that a calibration calls. `run_in_process` runs `module:function(payload)` in a
+    separate process, `run_in_world` on every rank of a new world of the given size, of which rank 0 returns.
+    `scratch_dir` is a private directory on the disk to measure."""
 
     run_in_process: Callable[[str, Any], Any]
     run_in_world: Callable[[str, Any, int], Any]
@@ -113,10 +109,8 @@ def calibrate_machine(
     seconds: float | None = None,
     root: Path = Path("/"),
 ) -> Cluster:
-    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies.
-
-    Raises UsageError when the disk has too little free space.
-    """
+    """Measure the machine in about `seconds` (default: `TOTAL_DURATION_S`) and list anomalies. Raises UsageError when
+    the disk has too little free space."""
     processes = default_num_processes(machine) if processes is None else processes
     location_speed.check_free_space(executor.scratch_dir, quick)
     scale_up = choose_scale_up(discover_gpu_links()) if machine.num_gpus else None
@@ -222,8 +216,7 @@ def _measure_storage(executor: Executor, quick: bool, results: Results, budget_s
 
 
 def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
-    """Return the data sheet of the device: from the catalogue, or for a CPU from cores, clock and instruction set. None
-    if unknown."""
+    """Return the data sheet of the device: of the catalogue, or computed for a CPU. None if unknown."""
     if machine.num_gpus:
         return find_accelerator(machine.device_name) if find_entry("accelerators", machine.device_name) else None
     sheet = find_data_sheet(machine)
@@ -236,8 +229,7 @@ def data_sheet_of(machine: Machine) -> AcceleratorSpec | None:
 
 
 def describe_accelerator(machine: Machine, measurements: Measurements) -> AcceleratorSpec:
-    """Add measured rates to the data sheet. The peak of a CPU is raised to its measured rate: boost clocks exceed the
-    nominal clock."""
+    """Add measured rates to the data sheet. They may raise a CPU's peak: boost clocks exceed the nominal clock."""
     best: Any = {name: round(rate, 4) for name, rate in best_gemm_tflops(measurements.products).items() if rate >= 1e-4}
     accelerator = data_sheet_of(machine)
     if accelerator is None:

@@ -49,9 +49,8 @@ def compare_matmul(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFindi
             found[node] = _matmul_finding(seconds, baseline, len(nodes))
     for report in reports:
         if times_by_device and report.node not in found:
-            found[report.node] = HealthFinding(
-                "fleet/matmul", HealthVerdict.UNKNOWN, "its report has no rate of matrix products"
-            )
+            text = "its report has no rate of matrix products"
+            found[report.node] = HealthFinding("fleet/matmul", HealthVerdict.UNKNOWN, text)
     return found
 
 
@@ -62,12 +61,8 @@ def _matmul_finding(seconds: float, baseline: float, nodes: int) -> HealthFindin
     if nodes == 1:
         text = "no other node has this device: nothing to compare with"
         return HealthFinding("fleet/matmul", HealthVerdict.UNKNOWN, text, figures)
-    return HealthFinding(
-        "fleet/matmul",
-        evaluate_threshold("matmul slowdown", slowdown),
-        f"{format_relative_speed(slowdown)} {reference}",
-        figures,
-    )
+    verdict = evaluate_threshold("matmul slowdown", slowdown)
+    return HealthFinding("fleet/matmul", verdict, f"{format_relative_speed(slowdown)} {reference}", figures)
 
 
 def compare_storage(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFinding]:
@@ -89,10 +84,8 @@ def compare_storage(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFind
     found = {}
     for node, parts in slow.items():
         verdict = HealthVerdict.WARN if parts else HealthVerdict.PASS
-        reason = (
-            f"of the bandwidth of the other nodes: {', '.join(parts)}" if parts else "as fast as on the other nodes"
-        )
-        found[node] = HealthFinding("fleet/storage", verdict, reason)
+        slow_text = f"of the bandwidth of the other nodes: {', '.join(parts)}"
+        found[node] = HealthFinding("fleet/storage", verdict, slow_text if parts else "as fast as on the other nodes")
     return found
 
 
@@ -113,7 +106,6 @@ def compare_versions(reports: Sequence[NodeHealthReport]) -> dict[str, HealthFin
             other, count = most if own != most[0] else others[0]
             differences.append(f"{name} {own}, where {count} of {len(versions_by_node)} nodes have {other}")
             verdicts.append(HealthVerdict.FAIL if name in REQUIRED_EQUAL else HealthVerdict.WARN)
-        found[node] = HealthFinding(
-            "fleet/versions", worst_verdict(verdicts), "; ".join(differences) or "as on the other nodes"
-        )
+        reason = "; ".join(differences) or "as on the other nodes"
+        found[node] = HealthFinding("fleet/versions", worst_verdict(verdicts), reason)
     return found

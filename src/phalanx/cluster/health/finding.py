@@ -44,7 +44,6 @@ class HealthFinding:
     values: Mapping[str, FindingValue] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         figures = dict(self.values)
         return {"check": self.check, "verdict": str(self.verdict), "reason": self.reason, "figures": figures}
 
@@ -72,20 +71,16 @@ class CheckContext:
     root: Path = Path("/")
     uid: int = field(default_factory=os.getuid)
     expected_devices: int | None = None
-    """Expected number of GPUs."""
     locations: tuple[StorageLocation, ...] = ()
-    """What a recipe names."""
     probe_name: str = field(default_factory=lambda: f"{PROBE}{secrets.token_hex(8)}")
     """How the names of files and objects begin that are written there."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
         return {**values, "locations": [asdict(place) for place in self.locations]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Return the context of plain values."""
         paths = {name: Path(part) for name, part in value.items() if isinstance(part, str) and name != "probe_name"}
         locations = tuple(StorageLocation(**place) for place in value["locations"])
         return cls(**{**value, **paths, "locations": locations})
@@ -93,8 +88,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Limits `warn` and `fail` in `unit`, None if there is no such verdict: upper limits if `is_upper`, else lower
-    ones."""
+    """Limits `warn` and `fail` in `unit`, None for no such verdict: upper limits if `is_upper`, else lower ones."""
 
     unit: str
     warn: float | None

@@ -13,35 +13,57 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from phalanx.cluster.gpu_topology import import_nvml
-from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network, storage
+from phalanx.cluster.calibration.location_speed import describe_speed, measure_location, remove_probe
+from phalanx.cluster.device_links import import_nvml
+from phalanx.cluster.health.checks import gpus, host, kernel_log, matmul, network
 from phalanx.cluster.health.finding import CheckContext, HealthFinding, HealthVerdict, parse_finding, worst_verdict
-from phalanx.errors import PhalanxError, SubprocessError, UsageError
+from phalanx.errors import PhalanxError, SubprocessError, UsageError, describe_os_error
 from phalanx.formatting import format_exit_status
 from phalanx.run.call_process import CallProcess, value_of
 from phalanx.run.messages import Message
 from phalanx.run.process_messages import CallRaised, CallReturned
 
 REPORT_FORMAT = 1
-HEALTH_PACKAGE = "phalanx.cluster.health"
 START_TIMEOUT_S = 60.0
 """Seconds for the process to start; a loaded machine may start Python slowly, and is not unfit because of that."""
 MAX_ERROR_CHARS = 300
-"""Length limit of an error text."""
 
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One check.
-
-    `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a separate process, and
-    is skipped by `--quick`.
-    """
+    """One check. `timeout_s`: the check is aborted after this time. `is_benchmark`: it takes seconds, runs in a
+    separate process, and is skipped by `--quick`."""
 
     name: str
     run_check: Callable[[CheckContext], list[HealthFinding]]
     timeout_s: float = 10.0
     is_benchmark: bool = False
+
+
+def check_storage(context: CheckContext) -> list[HealthFinding]:
+    """Measure each location of the context. One that cannot be used fails."""
+    findings = []
+    for place in context.locations:
+        verdict, figures = HealthVerdict.FAIL, dict[str, Any]()
+        try:
+            speed = measure_location(place, context.probe_name)
+        except (PhalanxError, OSError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            reason = reason.replace(f"/{context.probe_name}", "")
+        else:
+            verdict = HealthVerdict.PASS if speed.latencies_s else HealthVerdict.UNKNOWN
+            reason, figures = f"{place.location}: {describe_speed(speed)}", speed.model_dump()
+            for name, (median_s, p99_s) in figures.pop("latencies_s").items():
+                figures |= {f"{name}_median_s": median_s, f"{name}_p99_s": p99_s}
+        findings.append(HealthFinding(f"storage/{place.key}", verdict, reason, figures))
+    return findings
+
+
+def remove_probes(payload: dict[str, Any]) -> None:
+    """Remove what a measurement that was killed has written."""
+    context = CheckContext.from_json(payload)
+    for place in context.locations:
+        remove_probe(place, context.probe_name)
 
 
 HEALTH_CHECKS = (
@@ -61,7 +83,7 @@ HEALTH_CHECKS = (
         timeout_s=network.ALL_REDUCE_TIMEOUT_S + 30.0,
         is_benchmark=True,
     ),
-    HealthCheck("storage", storage.check_storage, timeout_s=60.0, is_benchmark=True),
+    HealthCheck("storage", check_storage, timeout_s=60.0, is_benchmark=True),
 )
 
 
@@ -156,7 +178,6 @@ class NodeHealthReport:
 
     @property
     def verdict(self) -> HealthVerdict:
-        """The worst verdict of all findings."""
         return worst_verdict(each.verdict for each in self.findings)
 
     @property
@@ -165,7 +186,6 @@ class NodeHealthReport:
         return not any(each.verdict.is_unfit for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "format": REPORT_FORMAT,
             "node": self.node,
@@ -189,11 +209,10 @@ def run_checks(
     context: CheckContext,
     checks: Sequence[HealthCheck],
     progress: Callable[[str], None] = lambda name: None,
-    clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
 ) -> NodeHealthReport:
     """Run the checks. Ctrl-C leaves no process behind."""
-    started, found = clock(), list[HealthFinding]()
+    started, found = time.monotonic(), list[HealthFinding]()
     with CheckProcess() as shared_process:
         for check in checks:
             progress(check.name)
@@ -205,7 +224,7 @@ def run_checks(
                     found += run_check(check, context, own_process)
             else:
                 found += run_check(check, context, shared_process)
-    return NodeHealthReport(platform.node(), now(), clock() - started, tuple(found))
+    return NodeHealthReport(platform.node(), now(), time.monotonic() - started, tuple(found))
 
 
 def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -> list[HealthFinding]:
@@ -213,16 +232,14 @@ def run_check(check: HealthCheck, context: CheckContext, runner: CheckProcess) -
     payload = {"check": check.name, "site": context.as_json()}
     try:
         return [
-            parse_finding(each)
-            for each in runner.call(f"{HEALTH_PACKAGE}.runner:run_check_in_process", payload, check.timeout_s)
+            parse_finding(each) for each in runner.call(f"{__name__}:run_check_in_process", payload, check.timeout_s)
         ]
     except CheckAborted as error:
         return [HealthFinding(check.name, HealthVerdict.ERROR, str(error), {"limit": check.timeout_s})]
 
 
 def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthFinding]:
-    """Measure a location, in a process of its own: a network disk may hang. What a killed process has written is
-    removed."""
+    """Measure a location in its own process: a network disk may hang. What a killed process has written is removed."""
     is_done = False
     try:
         with CheckProcess() as process:
@@ -232,7 +249,7 @@ def run_storage_check(check: HealthCheck, context: CheckContext) -> list[HealthF
     finally:
         if not is_done:
             with CheckProcess() as process, contextlib.suppress(CheckAborted):
-                process.call(f"{HEALTH_PACKAGE}.checks.storage:remove_probes", context.as_json(), START_TIMEOUT_S)
+                process.call(f"{__name__}:remove_probes", context.as_json(), START_TIMEOUT_S)
 
 
 class CheckAborted(Exception):

@@ -30,9 +30,7 @@ EXITS_NOT_REPORTED_MESSAGE = (
     "the process that forks workers does not report their end: it is stopped (SIGSTOP), or the kernel keeps a worker"
 )
 MAX_STACK_BYTES = 16_000
-"""Maximum bytes of a reported stack."""
 MAX_LINE_CHARS = 300
-"""Maximum characters of a reported line."""
 EXIT_REPORT_TIMEOUT_S = 120.0
 """Seconds for killed workers to end, including the time to free their memory, and for their exits to be reported."""
 
@@ -47,8 +45,7 @@ class HangReport:
     reported: bool = False
 
     def read_stack(self) -> str | None:
-        """Return the stacks of its threads from its log; None if they cannot be read, or were not printed yet, as
-        by a stopped worker."""
+        """Return the stacks of its threads; None if they were not printed, as by a stopped worker."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self.log_offset)
             return file.read(MAX_STACK_BYTES).decode(errors="replace").strip() or None
@@ -61,7 +58,6 @@ class AttemptState:
 
     world_size: int
     ranks_by_node: dict[NodeHandle, range] = field(default_factory=dict)
-    """Ranks of the workers of each node."""
     number: int = 0
     exit_statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
@@ -162,18 +158,15 @@ class AttemptState:
         return None if heartbeat is None else heartbeat.step
 
     def node_of(self, rank: int) -> NodeHandle | None:
-        """The node of a worker."""
         return next((node for node, ranks in self.ranks_by_node.items() if rank in ranks), None)
 
     def host_of(self, rank: int) -> str | None:
-        """The host of a worker."""
         node = self.node_of(rank)
         return None if node is None else node.name
 
 
 def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, str | None]:
-    """The exit code that an attempt means for the run, with a message if there is one; None as code means: start
-    again, and why."""
+    """The exit code that an attempt means for the run, None to start again, and a message if there is one."""
     codes = attempt.exit_statuses
     if attempt.result is not None and all(code == 0 for code in codes.values()):
         return ExitCode.UNFINISHED if attempt.result.get("status") == "interrupted" else ExitCode.DONE, None
@@ -201,14 +194,11 @@ def decide_outcome(attempt: AttemptState, logs: Path) -> tuple[ExitCode | None, 
     if code == STORAGE_FAILED_STATUS and attempt.error is not None:
         return None, f"worker {rank} {describe_exit(code)}: {attempt.error.message}"
     crash = attempt.crashes.get(rank) if code > 0 else None
-    return (
-        None,
-        f"worker {rank} {describe_exit(code)}{last_log_line(log) if crash is None else f': {crash} (log: {log})'}",
-    )
+    cause = last_log_line(log) if crash is None else f": {crash} (log: {log})"
+    return None, f"worker {rank} {describe_exit(code)}{cause}"
 
 
 def describe_exit(code: int) -> str:
-    """Describe the exit status of a worker."""
     if code in CAUSE_BY_STATUS:
         return CAUSE_BY_STATUS[code][1]
     text = f"was killed by {format_signal(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -262,7 +252,6 @@ def unfit_node_event(rank: int, host: str | None, message: str) -> WorkerFailure
 
 
 def worker_log_path(logs: Path, attempt: int, rank: int) -> Path:
-    """Return the log file of a worker."""
     return logs / f"attempt-{attempt}-rank-{rank}.log"
 
 

@@ -86,12 +86,8 @@ class AttemptSupervisor:
 
     def _start_workers(self, command: Command) -> None:
         leader, attempt = self.leader, self.attempt
-        logger.info(
-            "attempt %d: starting %d workers on %d nodes",
-            attempt.number,
-            attempt.world_size,
-            len(attempt.ranks_by_node),
-        )
+        where = f"{attempt.world_size} workers on {len(attempt.ranks_by_node)} nodes"
+        logger.info("attempt %d: starting %s", attempt.number, where)
         start = StartWorkers(
             attempt=attempt.number,
             world_size=attempt.world_size,
@@ -202,8 +198,7 @@ class AttemptSupervisor:
             self._drop_node(silent_node, f"it has given no sign for {NODE_TIMEOUT_S:.0f} s")
 
     def _check_rejoin(self, now: float) -> None:
-        """Look whether more nodes can take part than do. They are taken in after the next checkpoint, or after
-        `rejoin_after_s`."""
+        """Look whether more nodes can take part: they do after the next checkpoint, or after `rejoin_after_s`."""
         if self.attempt.killed or self.leader.find_num_nodes() <= len(self.attempt.ranks_by_node):
             self._rejoin_deadline = None
         elif self._rejoin_deadline is None:
@@ -232,10 +227,8 @@ class AttemptSupervisor:
         self._drop_node(node, reason)
 
     def _find_overdue_nodes(self) -> list[NodeHandle]:
-        """Return nodes that do not report the exits of killed workers in time.
-
-        When all workers of this node have ended without a report, kills the remaining workers first.
-        """
+        """Return nodes that do not report the exits of killed workers in time. When all workers of this node have ended
+        without a report, kills the remaining workers first."""
         local_ranks = self.attempt.ranks_by_node.get(self.leader.node_group.local_node, range(0))
         unreported_local = self.attempt.unreported_ranks & set(local_ranks)
         all_ended = bool(unreported_local) and unreported_local <= find_ended_ranks(
@@ -269,7 +262,6 @@ class AttemptSupervisor:
         self._kill_workers()
 
     def _kill_workers(self) -> None:
-        """Kill all workers."""
         self.attempt.killed, self.attempt.exit_deadline = True, None
         self.leader.signal_workers(signal.SIGKILL)
 
@@ -302,7 +294,6 @@ class AttemptSupervisor:
                 self.leader.emit(warning_of(to_fields(message)))
 
     def _handle_event(self, event: Event) -> None:
-        """Handle an event of a worker."""
         if isinstance(event, WorkerStarted):
             self.attempt.announced_ranks.add(event.rank)
         elif isinstance(event, CheckpointSaved | InMemoryCheckpointSaved):
@@ -318,8 +309,7 @@ class AttemptSupervisor:
         self.leader.emit(event)
 
     def _on_store_died(self, number: int) -> None:
-        """Handle the death of the rendezvous store. Workers no longer need it after the rendezvous; before that the
-        attempt is aborted."""
+        """Handle the death of the rendezvous store: before the end of the rendezvous the attempt is aborted."""
         what = "the rendezvous store died"
         if self.attempt.world_size == 1 or number != self.attempt.number or self.attempt.killed or self.attempt.is_over:
             return
@@ -330,7 +320,6 @@ class AttemptSupervisor:
             self.leader.warn(f"{what}; the rendezvous is complete, and the workers continue")
 
     def _on_worker_exited(self, rank: int, status: int) -> None:
-        """Handle the exit of a worker."""
         self.attempt.exit_statuses[rank] = status
         bad = status not in PLANNED_EXIT_CODES or rank in self.attempt.early_exits
         if bad and not self.attempt.is_over:

@@ -30,9 +30,9 @@ from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
 from phalanx.recipe import describe_exception
 from phalanx.run import heartbeat
+from phalanx.run.authentication import open_listener
 from phalanx.run.call_process import answer_call, import_function
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message, ProtocolError, receive, send
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.run.process_messages import (
@@ -162,10 +162,8 @@ class ForkServer:
         send(self.agent_socket, WorkersStarted(attempt=self.attempt))
 
     def start_store(self, address: str) -> int:
-        """Fork the process that hosts the rendezvous store of several nodes; return its port.
-
-        It listens on one address only, where torch would listen on all. If it dies at once, it is started again.
-        """
+        """Fork the process that hosts the rendezvous store of several nodes; return its port. It listens on one address
+        only, where torch would listen on all. If it dies at once, it is started again."""
         for _ in range(MAX_STORE_STARTS):
             if store_port := self._fork_store(address):
                 return store_port
@@ -202,11 +200,9 @@ class ForkServer:
         log: Path | None,
         user_code_dir: Path | None = None,
     ) -> int:
-        """Fork a child that runs `body`, exits with its code, and dies with this process. Returns its pid.
-
-        A child with a log is a worker: it reports the exception that ends it. `user_code_dir`: the report names the
-        line in this directory.
-        """
+        """Fork a child that runs `body`, exits with its code, and dies with this process. Returns its pid. A child with
+        a log is a worker: it reports the exception that ends it. `user_code_dir`: the report names the line in this
+        directory."""
         sys.stdout.flush()
         sys.stderr.flush()
 
@@ -284,8 +280,7 @@ def _find_gpu_failure(error: Exception) -> UnfitNodeError | None:
 
 
 def main() -> None:
-    """Entry point of the fork server: `python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD
-    PARENT_PID`."""
+    """`python -m phalanx.jobs.agent.fork_server AGENT_FD EVENTS_FD HEARTBEAT_FD PARENT_PID`."""
     configure_logging()
     agent_fd, events_fd, heartbeat_fd, parent = (int(argument) for argument in sys.argv[1:5])
     die_with_parent(parent)

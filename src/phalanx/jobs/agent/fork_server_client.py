@@ -38,10 +38,8 @@ HUGE_PAGES_TUNABLE = "glibc.malloc.hugetlb"
 
 
 def add_huge_pages(tunables: str) -> str:
-    """Return GLIBC_TUNABLES with huge pages, unless it sets them already.
-
-    The exit of a killed process is visible only after the kernel has freed its memory, which is faster with huge pages.
-    """
+    """Return GLIBC_TUNABLES with huge pages, unless it sets them already. The exit of a killed process is visible only
+    after the kernel has freed its memory, which is faster with huge pages."""
     return tunables if HUGE_PAGES_TUNABLE in tunables else ":".join(filter(None, (tunables, f"{HUGE_PAGES_TUNABLE}=1")))
 
 
@@ -52,7 +50,6 @@ READY_TIMEOUT_S = 300.0
 CALL_TIMEOUT_S = 600.0
 """Minimum time limit of a trial in seconds."""
 STORE_TIMEOUT_S = 60.0
-"""Seconds for the store to listen."""
 SEND_TIMEOUT_S = 10.0
 """Seconds for the fork server to receive a message."""
 Answer = TypeVar("Answer")
@@ -88,11 +85,9 @@ def call_timeout(hang_timeout_s: float) -> float:
 
 
 class ForkServerClient:
-    """The agent's handle on the fork server. A context manager that leaves no process behind.
-
-    Every wait has a limit: `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial. Status messages go to
-    `report`. The owner of the signals sets `is_stop_requested`; a requested stop also ends a wait for an answer.
-    """
+    """The agent's handle on the fork server. A context manager that leaves no process behind. Every wait has a limit:
+    `ready_timeout_s` seconds for the start, `call_timeout_s` for a trial. Status messages go to `report`. The owner of
+    the signals sets `is_stop_requested`; a requested stop also ends a wait for an answer."""
 
     def __init__(
         self,
@@ -178,18 +173,14 @@ class ForkServerClient:
         return self._wait_for_reply(StoreStarted, deadline=Deadline(what, STORE_TIMEOUT_S, self.report)).port
 
     def preload(self, function: str, payload: Any) -> None:
-        """Run `module:function(payload)` in the fork server itself, to import modules once for all workers.
-
-        The function must not start a thread, touch a tensor or raise.
-        """
+        """Run `module:function(payload)` in the fork server itself, to import modules once for all workers. The
+        function must not start a thread, touch a tensor or raise."""
         self.wait_until_ready()
         self.send(Preload(function=function, payload=payload))
 
     def call(self, function: str, payload: Any) -> Any:
-        """Run `module:function(payload)` in a fork of the fork server and return its value.
-
-        Raises the PhalanxError of a user's mistake, `SubprocessError` for anything else, and `ForkServerLostError`.
-        """
+        """Run `module:function(payload)` in a fork of the fork server and return its value. Raises the PhalanxError of
+        a user's mistake, `SubprocessError` for anything else, and `ForkServerLostError`."""
         self.wait_until_ready()
         self._num_calls += 1
         logger.debug("trial %d: %s", self._num_calls, function)
@@ -233,11 +224,9 @@ class ForkServerClient:
         return messages
 
     def _wait_for_reply(self, wanted: type[Answer], deadline: Deadline, hint: str = "") -> Answer:
-        """Return the next message of this class. Other messages belong to earlier workers and are dropped.
-
-        Raises ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile;
-        in both cases the fork server is killed.
-        """
+        """Return the next message of this class. Other messages belong to earlier workers and are dropped. Raises
+        ForkServerLostError when none arrives in time, and StopRequestedError when a stop is requested meanwhile; in
+        both cases the fork server is killed."""
         while True:
             try:
                 messages = self.receive(POLL_INTERVAL_S, include_events=False)

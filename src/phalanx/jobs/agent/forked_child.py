@@ -26,8 +26,7 @@ GPU_FAILED_STATUS = 71
 
 
 def call_and_exit(path: str, payload: Any) -> None:
-    """Import and call in the child, and exit with the code that the function returns. The parent does not import what
-    a worker needs."""
+    """Import and call in the child, and exit with the returned code. The parent does not import what workers need."""
     code = import_function(path)(payload)
     raise SystemExit(0 if code is None else int(code))
 
@@ -75,8 +74,7 @@ def run_child(
 
 
 def _redirect_output(log: Path) -> None:
-    """Redirect the output of this process to a file. Output is lost, without an exception, if the file cannot be
-    written."""
+    """Redirect the output of this process to a file. It is lost, without an exception, if that cannot be written."""
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:

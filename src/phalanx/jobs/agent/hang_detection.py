@@ -42,7 +42,6 @@ class HangSuspect:
     step: int
     phase: str
     silence_s: float
-    """Seconds since its last heartbeat."""
     is_stopped: bool
     """Whether it is stopped by a signal (SIGSTOP) or a debugger."""
     is_certain: bool

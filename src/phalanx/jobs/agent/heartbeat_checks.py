@@ -31,8 +31,7 @@ MIN_SLOWDOWN = 1.25
 
 
 def check_hangs(leader: LeaderState, attempt: AttemptState, abort: Callable[[str], None]) -> None:
-    """Detect a hang. It is reported with the stacks that the workers print on request, and ends the attempt when it
-    is certain or has lasted too long."""
+    """Detect a hang. It is reported with the workers' stacks, and ends the attempt when it is certain or too long."""
     heartbeats, find_stopped = attempt.heartbeats()
     now = leader.clock()
     if attempt.killed:  # by an earlier failure

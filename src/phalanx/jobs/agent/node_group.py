@@ -23,7 +23,7 @@ from typing import Any, Self
 import psutil
 
 import phalanx
-from phalanx.cluster.nics import INTERFACE_VARIABLES
+from phalanx.cluster.device_links import INTERFACE_VARIABLES
 from phalanx.deadline import print_status
 from phalanx.errors import ExitCode
 from phalanx.run.authentication import derive_store_key

@@ -38,11 +38,9 @@ class WorkersFailedError(Exception):
 
 
 class TrialWorkers:
-    """Workers that execute `command`, with logs in `logs`.
-
-    `command` reports step events and never ends without a signal (`start`), or ends with a result (`run_to_end`).
-    `timeout_s`: seconds for a start and for each measurement.
-    """
+    """Workers that execute `command`, with logs in `logs`. `command` reports step events and never ends without a
+    signal (`start`), or ends with a result (`run_to_end`). `timeout_s`: seconds for a start and for each
+    measurement."""
 
     def __init__(
         self,
@@ -65,8 +63,7 @@ class TrialWorkers:
         self._results: dict[int, Any] = {}
 
     def start(self, fork_server: ForkServerClient) -> None:
-        """Fork the workers by a fork server that has no others, and let them warm up. Raises WorkersFailedError on
-        failure."""
+        """Fork the workers by a fork server without others, and let them warm up. Raises WorkersFailedError."""
         started_at = self._fork(fork_server)
         for count, event in enumerate(self._iter_step_events(started_at + self.timeout_s), 1):
             if count == 1:
@@ -75,8 +72,7 @@ class TrialWorkers:
                 break
 
     def run_to_end(self, fork_server: ForkServerClient) -> Any:
-        """Fork the workers, wait until all have ended, and return the result of rank 0. Raises WorkersFailedError on
-        failure."""
+        """Fork the workers, wait until all have ended, and return rank 0's result. Raises WorkersFailedError."""
         deadline = self._fork(fork_server) + self.timeout_s
         self._attempt.announced_ranks = set(range(self.world_size))
         while self._attempt.unreported_ranks:
@@ -91,7 +87,6 @@ class TrialWorkers:
         return self._results[0]
 
     def _fork(self, fork_server: ForkServerClient) -> float:
-        """Fork the workers, and return when."""
         self._fork_server = fork_server
         fork_server.wait_until_ready()
         for _ in drain(fork_server.events):  # messages of earlier workers
@@ -138,7 +133,6 @@ class TrialWorkers:
                 self._raise_lost(EXITS_NOT_REPORTED_MESSAGE)
 
     def _iter_step_events(self, deadline: float) -> Iterator[StepDone]:
-        """Yield step events as they arrive."""
         while True:
             messages = self._receive_until(deadline)
             yield from (message for message in messages if isinstance(message, StepDone))

@@ -3,6 +3,9 @@ nodes.
 
 Submitting has two steps. `render` turns a job into a `SubmitRequest`, a value that holds every file and command that
 would be sent; printing it is the dry run. `submit` sends exactly that. One suite of tests runs against every backend.
+
+Options that only one backend understands (`-o NAME=VALUE`) are typed fields of a dataclass of its own: the one list of
+names, types and defaults. Backends read them, help texts and docs show them.
 """
 
 import itertools
@@ -10,11 +13,11 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from phalanx.cluster.environment import is_secret
 from phalanx.errors import PhalanxError, UsageError
@@ -94,8 +97,7 @@ class Backend(Protocol):
         return [self.render(job) for job in jobs]
 
     def submit_array(self, requests: Sequence[SubmitRequest]) -> list[str]:
-        """Submit the array and return the ids of its members. If one cannot be submitted, those before it are
-        cancelled, and the error says so."""
+        """Submit the array and return its members' ids. If one cannot be submitted, those before it are cancelled."""
         submitted: list[str] = []
         try:
             for request in requests:
@@ -145,7 +147,6 @@ BACKEND_CLASSES = {
     "ray": "phalanx.jobs.backends.ray.backend:RayBackend",
     "kubernetes": "phalanx.jobs.backends.kubernetes.backend:KubernetesBackend",
 }
-"""Class of each backend; imported on use."""
 
 
 def open_backend(name: str) -> Backend:
@@ -165,12 +166,8 @@ def read_secrets(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_inherited_variables(job: Job, environment: Mapping[str, str], shares_files: bool) -> Job:
-    """Return a job with the variables that it inherits from the environment of the submitter. Warn about those that are
-    set there and that the job will lack.
-
-    Args:
-        shares_files: Whether the job sees the files of this machine; else it gets no variable that names one.
-    """
+    """Return a job with the variables that it inherits from the environment of the submitter. Warn about those that it
+    will lack. `shares_files`: whether it sees the files of this machine; else it gets no variable that names one."""
     given = {
         name: value
         for name, value in inherit_variables(environment).items()
@@ -235,8 +232,7 @@ class BackendNode:
 
 
 class NodeBackend(Backend, Protocol):
-    """A backend that lists and drains nodes. Every method raises UsageError for what the user can fix, such as a
-    missing permission."""
+    """A backend that lists and drains nodes. Methods raise UsageError for what the user can fix, as a permission."""
 
     def list_nodes(self) -> list[BackendNode]:
         """Return all nodes, in the backend's order. Changes nothing."""
@@ -312,3 +308,89 @@ def _select(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _holds_secret(name: str, value: str) -> bool:
     names_file = name.endswith(("_FILE", "_PATH")) or name == "GOOGLE_APPLICATION_CREDENTIALS"
     return (is_secret(name) and not names_file) or CREDENTIALS_IN_URL.search(value) is not None
+
+
+OPTION_CLASSES = {
+    "slurm": "phalanx.jobs.backends.slurm.sbatch_options:SlurmOptions",
+    "kubernetes": "phalanx.jobs.backends.kubernetes.manifest:KubernetesOptions",
+    "ray": "phalanx.jobs.backends.ray.backend:RayOptions",
+}
+"""The dataclass of each backend that has options. None of them imports torch or the backend's client library."""
+
+
+@dataclass(frozen=True)
+class OptionHelp:
+    """What a user reads of an option. `value_type`: what stands for its value, such as NUMBER or `yes|no`."""
+
+    name: str
+    value_type: str
+    default: str
+    is_required: bool
+    help: str
+
+    @property
+    def note(self) -> str:
+        """What stands behind the help: the default, or that there is none."""
+        return "required" if self.is_required else f"default: {self.default}" if self.default else ""
+
+
+def backend_option(
+    help: str,
+    value_type: str,
+    default: Any = None,
+    shown_default: str = "",
+    default_factory: Any = MISSING,
+    parse: Callable[[str], Any] = str,
+    **metadata: Any,
+) -> Any:
+    """Declare an option as a field of a dataclass. `default` is MISSING where a value must be given, or where
+    `default_factory` makes it. `shown_default`: the default in words, where it is not that of the field. `parse` reads
+    a value, and its ValueError says what was expected. `metadata` is for the backend."""
+    more = {"help": help, "value_type": value_type, "shown_default": shown_default, "parse": parse, **metadata}
+    return field(default=default, default_factory=default_factory, metadata=more)
+
+
+def parse_backend_options(job: Job, backend: str, options_class: Any) -> Any:
+    """Return the options of a job for its backend. Raises UsageError for an unknown one and for a wrong value."""
+    parsers = {each.name.replace("_", "-"): each.metadata["parse"] for each in fields(options_class)}
+    values: dict[str, Any] = {}
+    for name, text in job.backend_options.items():
+        if name not in parsers:
+            near = get_close_matches(name, parsers, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(parsers)}"
+            raise UsageError(f"job {job.name}: {backend} has no option {name!r}; {hint}")
+        try:
+            values[name.replace("-", "_")] = parsers[name](text)
+        except ValueError as error:
+            raise UsageError(f"job {job.name}: option {name}={text}: {error}") from None
+    return options_class(**values)
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number."""
+    if not re.fullmatch(r"[0-9]+", text):
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
+
+
+def parse_choice(*choices: str) -> Callable[[str], str]:
+    """Return the reader of a value that is one of `choices`."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def list_option_help(backend: str) -> Iterator[OptionHelp]:
+    """Options of a backend, in the order of its dataclass."""
+    module, _, name = OPTION_CLASSES[backend].partition(":")
+    for each in fields(getattr(import_module(module), name)):
+        shown = each.metadata["shown_default"]
+        if not shown and each.default not in (None, MISSING, ()):
+            shown = str(each.default)
+        is_required = each.default is MISSING and each.default_factory is MISSING
+        name = each.name.replace("_", "-")
+        yield OptionHelp(name, each.metadata["value_type"], shown, is_required, each.metadata["help"])

@@ -153,13 +153,8 @@ class LocalBackend(Backend):
         """Cancel a job. A running job is asked to save, and killed if it has not ended after its warning time."""
         row = self._get_record(job_id)
         if row.state is JobState.QUEUED:
-            values = {
-                "state": JobState.CANCELLED,
-                "cancelled": 1,
-                "reason": "cancelled",
-                "ended": self.database.clock(),
-            }
-            if self.database.update_if(row.id, JobState.QUEUED, **values):
+            values = {"state": JobState.CANCELLED, "cancelled": 1, "reason": "cancelled"}
+            if self.database.update_if(row.id, JobState.QUEUED, ended=self.database.clock(), **values):
                 (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
                 return
             row = self._get_record(job_id)  # it was started just now
@@ -202,7 +197,6 @@ class LocalBackend(Backend):
         return [str(id) for id in self.database.list_ended_before(seconds)] if queue_exists(self.folder) else []
 
     def list_nodes(self) -> list[BackendNode]:
-        """Return this machine."""
         drain_reason = read_pause(self.folder, DRAIN_FILE)
         running = [status.id for status in self.list_jobs() if status.state is JobState.RUNNING]
         service = NodeService.OPEN if drain_reason is None else NodeService.DRAINED
@@ -245,8 +239,7 @@ class LocalBackend(Backend):
         return f"this machine is drained: {drain}; `phalanx nodes undrain {os.uname().nodename}` starts jobs again"
 
     def restart_dead_daemon(self) -> None:
-        """Restart a daemon that was killed while jobs wait or run. Checking the lock of a live daemon takes
-        microseconds."""
+        """Restart a daemon that was killed while jobs wait or run. Looking at a live one's lock takes microseconds."""
         is_due = self._clock() - self._last_daemon_start >= DAEMON_START_INTERVAL_S
         if not is_due or not queue_exists(self.folder) or not self.database.has_open_jobs():
             return
@@ -263,9 +256,7 @@ class LocalBackend(Backend):
 
     def _resources_for(self, job: Job) -> Resources:
         """Return the resources of a job. The default is all cores, or a share of them equal to its share of the GPUs.
-
-        Raises UsageError when the job can never fit on this machine.
-        """
+        Raises UsageError when the job can never fit on this machine."""
         machine = self._machine()
         num_gpus = machine.num_gpus
         if job.num_nodes > 1:

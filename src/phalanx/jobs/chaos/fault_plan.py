@@ -16,11 +16,8 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A kind of fault.
-
-    `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`: needs several nodes.
-    `needs_queue`: needs a run in the local queue.
-    """
+    """A kind of fault. `ends_attempt`: it ends the attempt. `needs_peers`: needs more than one worker. `needs_nodes`:
+    needs several nodes. `needs_queue`: needs a run in the local queue."""
 
     description: str
     ends_attempt: bool = True
@@ -67,11 +64,8 @@ class FaultPhase(StrEnum):
 @dataclass(frozen=True)
 class FaultTrigger:
     """When a fault is injected: `fraction` of the usual duration of a step, save or restart, after its start was
-    observed.
-
-    `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists that is
-    newer than all at the time of the previous fault.
-    """
+    observed. `min_step`: not before this step is done, if given. `after_new_checkpoint`: not before a checkpoint exists
+    that is newer than all at the time of the previous fault."""
 
     phase: FaultPhase
     fraction: float
@@ -90,8 +84,7 @@ class FaultTrigger:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. `rank`: the worker that it hits, or a worker of the node. `randomness` in [0, 1) selects a duration,
-    file or bit."""
+    """One fault. `rank`: its worker, or one of its node. `randomness` in [0, 1) selects a duration, file or bit."""
 
     number: int
     kind: str
@@ -102,10 +95,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class RunShape:
-    """The properties of a run that a fault plan depends on.
-
-    `checkpoint_every`: steps between checkpoints, None for one at the end only.
-    """
+    """What a fault plan depends on. `checkpoint_every`: steps between checkpoints, None for one at the end only."""
 
     steps: int
     checkpoint_every: int | None
@@ -117,7 +107,6 @@ class RunShape:
 
     @property
     def workers_per_node(self) -> int:
-        """Workers of a node."""
         return self.world_size // self.num_nodes
 
     @property
@@ -134,10 +123,8 @@ def list_possible_kinds(run_shape: RunShape) -> tuple[str, ...]:
 
 
 def parse_kinds(text: str | None, run_shape: RunShape) -> tuple[str, ...]:
-    """Parse a list of kinds such as `kill,agent`; None means all possible ones.
-
-    Raises UsageError for an unknown kind, or for one that cannot be injected into this run.
-    """
+    """Parse a list of kinds such as `kill,agent`; None means all possible ones. Raises UsageError for an unknown kind,
+    or for one that cannot be injected into this run."""
     if text is None:
         return list_possible_kinds(run_shape)
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))

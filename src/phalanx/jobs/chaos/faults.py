@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,6 @@ class FaultContext:
     find_daemons: Callable[[], Sequence[psutil.Process]] = tuple
     clock: Callable[[], float] = time.monotonic
     last_attempt: int = -1
-    """The attempt of the last fault."""
     min_attempt: int = 0
     """The attempt that must have begun before the next fault."""
     saved_step: int = 0
@@ -71,11 +70,9 @@ class FaultContext:
         return self.find_process(self.monitor.worker_pids[rank])
 
     def find_fork_server(self, rank: int) -> psutil.Process:
-        """Return the fork server of a worker."""
         return self.find_process(self.find_worker(rank).ppid())
 
     def find_agent(self, rank: int) -> psutil.Process:
-        """Return the agent of a worker's node."""
         return self.find_process(self.find_fork_server(rank).ppid())
 
     def agents(self) -> set[psutil.Process]:
@@ -94,7 +91,6 @@ class FaultContext:
         return process
 
     def wait(self, seconds: float) -> FaultSteps:
-        """Yield until `seconds` have passed."""
         deadline = self.clock() + seconds
         while (remaining_s := deadline - self.clock()) > 0:
             yield min(POLL_INTERVAL_S, remaining_s)
@@ -118,7 +114,6 @@ def inject_faults(faults: Sequence[Fault], context: FaultContext) -> FaultSteps:
 
 
 def wait_for_trigger(trigger: FaultTrigger, context: FaultContext) -> FaultSteps:
-    """Yield until the trigger has occurred."""
     monitor, typical = context.monitor, context.typical
     if trigger.phase is FaultPhase.RESTART:
         while monitor.attempt < context.min_attempt or not monitor.worker_pids:
@@ -171,7 +166,6 @@ def record_injection(fault: Fault, context: FaultContext, description: str, phas
 
 
 def current_phase(monitor: RunMonitor) -> FaultPhase:
-    """Return the current phase of the run."""
     return FaultPhase.RESTART if not monitor.is_training else FaultPhase.SAVE if monitor.is_saving else FaultPhase.STEP
 
 
@@ -193,8 +187,7 @@ def inject_freeze(fault: Fault, context: FaultContext) -> FaultSteps:
         record_injection(fault, context, f"SIGSTOP to worker {fault.rank} for {seconds:.2f} s")
         yield from context.wait(seconds)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            worker.resume()
+        signal_all([worker], signal.SIGCONT)
 
 
 def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
@@ -212,11 +205,9 @@ def inject_disk_full(fault: Fault, context: FaultContext) -> FaultSteps:
 
 
 def inject_storage_outage(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount).
-
-    The directory comes back when a save or the attempt has failed, or when all agents are gone, because a new agent
-    could not begin an attempt without it.
-    """
+    """Replace the checkpoint directory by a link to itself (ELOOP, as autofs reports a lost mount). The directory comes
+    back when a save or the attempt has failed, or when all agents are gone, because a new agent could not begin an
+    attempt without it."""
     monitor, folder = context.monitor, context.monitor.run.checkpoints
     hidden, seen = folder.with_name(HIDDEN_CHECKPOINTS_DIR), (monitor.failed_saves, monitor.num_faults, monitor.attempt)
     agents = context.agents()
@@ -247,20 +238,22 @@ def run_while_paused(context: FaultContext, action: Callable[[], None]) -> Fault
     """Run `action` while all agents of the run and their descendants are paused with SIGSTOP."""
     processes = [process for agent in context.agents() for process in (agent, *agent.children(recursive=True))]
     try:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        signal_all(processes, signal.SIGSTOP)
         while any(is_running(process) for process in processes):
             yield FINE_POLL_INTERVAL_S
         action()
     finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        signal_all(processes, signal.SIGCONT)
+
+
+def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that have not ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -274,10 +267,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Flip a bit of the newest checkpoint and kill a worker.
-
-    All workers stay paused until their agent ends them, so that none can write a newer checkpoint.
-    """
+    """Flip a bit of the newest checkpoint and kill a worker. All workers stay paused until their agent ends them, so
+    that none can write a newer checkpoint."""
     folder = context.monitor.run.checkpoints
     while (
         len(intact := list_intact_checkpoints(folder, context.damaged_checkpoints)) < 2
@@ -292,9 +283,7 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
         file = flip_bit(list_checkpoints(folder)[0], random.Random(fault.randomness))
         victim.kill()
     except BaseException:
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.resume()
+        signal_all(workers, signal.SIGCONT)
         raise
     context.damaged_checkpoints.add(checkpoint_identity(file.parent))
     record_injection(fault, context, f"a bit of {file.parent.name}/{file.name} flipped, SIGKILL to worker {fault.rank}")
@@ -303,16 +292,13 @@ def corrupt_checkpoint(fault: Fault, context: FaultContext) -> FaultSteps:
 def kill_node(fault: Fault, context: FaultContext) -> FaultSteps:
     """Kill all processes of a node at once, the agent first, so that it cannot report anything."""
     agent = context.find_agent(fault.rank)
-    for process in (agent, *agent.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    signal_all((agent, *agent.children(recursive=True)), signal.SIGKILL)
     record_injection(fault, context, f"SIGKILL to all of the node of worker {fault.rank}")
     yield POLL_INTERVAL_S
 
 
 def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
-    """Pause all processes of a node, as if the network dropped all its packets, until the leader drops the node; then
-    resume them."""
+    """Pause all processes of a node, as if the network dropped its packets, until the leader drops the node."""
     agent, faults = context.find_agent(fault.rank), context.monitor.num_faults
     processes = [agent, *agent.children(recursive=True)]
     try:
@@ -322,9 +308,7 @@ def partition_node(fault: Fault, context: FaultContext) -> FaultSteps:
         while context.monitor.num_faults == faults:
             yield POLL_INTERVAL_S
     finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        signal_all(processes, signal.SIGCONT)
 
 
 def kill_daemon(fault: Fault, context: FaultContext) -> FaultSteps:

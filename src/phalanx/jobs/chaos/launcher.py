@@ -23,6 +23,7 @@ from phalanx.jobs.backends.local import LocalBackend
 from phalanx.jobs.spec import JobState
 from phalanx.process_lifetime import die_with_parent
 from phalanx.run import Event, EventTail, Run
+from phalanx.run.authentication import reserve_port
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.event_types import (
     AttemptStarted,
@@ -32,7 +33,6 @@ from phalanx.run.event_types import (
     WorkerFailure,
     WorkerStarted,
 )
-from phalanx.run.listener import reserve_port
 from phalanx.run.node_env import EXPECTED_VARIABLE
 
 CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
@@ -40,7 +40,6 @@ CHAOS_TAG_VARIABLE = "PHALANX_CHAOS_TAG"
 MAX_STARTS_WITHOUT_ATTEMPT = 5
 """Give up after this many starts in a row without an attempt."""
 POLL_INTERVAL_S = 0.1
-"""Seconds between two looks at a queue."""
 EXIT_TIMEOUT_S = 10.0
 """Seconds for the nodes of a finished run to exit."""
 NODE_VARIABLES = (
@@ -63,15 +62,12 @@ class RunMonitor:
         self.worker_pids: dict[int, int] = {}
         """Process ids of the newest attempt's workers, by rank."""
         self.is_training = False
-        """Whether the newest attempt trains."""
         self.last_step: int | None = None
-        """Last step of the newest attempt."""
         self.saved_step = 0
         """Highest step of a checkpoint, ever."""
         self.failed_saves = self.num_faults = 0
         """Saves and attempts that failed."""
         self.attempt_started_at = 0.0
-        """Start of the newest attempt in unix seconds."""
         self._tail = EventTail(run.events)
 
     def read_new(self) -> list[Event]:
@@ -82,10 +78,12 @@ class RunMonitor:
         return found
 
     def update(self, event: Event) -> None:
-        """Update the state by one event."""
         if isinstance(event, WorkerStarted):
             if event.attempt > self.attempt:
-                self.attempt, self.worker_pids, self.is_training, self.last_step = event.attempt, {}, False, None
+                self.attempt = event.attempt
+                self.worker_pids = {}
+                self.is_training = False
+                self.last_step = None
                 self.attempt_started_at = event.time
             self.worker_pids[event.rank] = event.pid
         elif isinstance(event, AttemptStarted):

@@ -17,8 +17,7 @@ from phalanx.jobs.chaos.launcher import Launcher, find_tagged_processes, read_co
 from phalanx.run import Run
 
 EXIT_GRACE_S, LEFTOVER_POLL_INTERVAL_S = 10.0, 0.05
-"""Seconds for the processes of a finished run to end, and between two looks; the queue's daemon waits 2 s for more
-jobs."""
+"""Seconds for the processes of a finished run to end (the queue's daemon waits 2 s for jobs), and between looks."""
 MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS = 300.0, 20.0
 """A run hangs after this many seconds, or usual step times, without an event, whichever is longer."""
 TEMPORARY_NAME_PARTS = (".tmp", ".old")
@@ -44,12 +43,8 @@ def run_with_faults(
     sleep: Callable[[float], None] = time.sleep,
 ) -> ChaosOutcome:
     """Start the run, inject the faults, and restart the run until it is over. The run has always ended when this
-    function returns or raises.
-
-    Args:
-        on_restart: gets the number of each start after the first.
-        on_finish: called when the run ends without intervention, before its remaining processes are ended.
-    """
+    function returns or raises. `on_restart` gets the number of each start after the first; `on_finish` is called when
+    the run ends without intervention, before its remaining processes are ended."""
     monitor, injection = context.monitor, inject_faults(faults, context)
     hang_timeout_s = max(MIN_HANG_TIMEOUT_S, HANG_TIMEOUT_STEPS * context.typical.step_s)
     num_starts, last_event_at = 1, clock()
@@ -110,15 +105,13 @@ def find_leftovers(
 
 
 def _is_probe(path: Path) -> bool:
-    """Whether it is the file by which Python's `tempfile` checks that a directory is writable: a process that is killed
-    at this moment leaves it."""
+    """Whether Python's `tempfile` wrote it to check a directory: a process that is killed at this moment leaves it."""
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         return re.fullmatch("[a-z0-9_]{8}", path.name) is not None and path.read_bytes() in (b"", b"blat")
     return False
 
 
 def find_temporary_files(run: Run) -> list[Path]:
-    """Return incomplete files in a run directory."""
     found = (path for path in run.path.rglob("*") if any(part in path.name for part in TEMPORARY_NAME_PARTS))
     return sorted(path for path in found if not any(part in path.parent.name for part in TEMPORARY_NAME_PARTS))
 
@@ -132,8 +125,7 @@ def verify_run(
     leftovers: Sequence[str],
     digest_of: Callable[[Run], str],
 ) -> tuple[str, ...]:
-    """Return a sentence for each problem; none for a run that passed. `digest_of` computes the digest of a run's newest
-    checkpoint on disk."""
+    """Return a sentence for each problem. `digest_of` computes the digest of a run's newest checkpoint on disk."""
     reasons = []
     result = run.read_json(run.result) or {}
     if outcome.hang is not None:

@@ -28,10 +28,9 @@ from phalanx.jobs.frameworks.process_env import make_process_variables, select_v
 from phalanx.jobs.signal_queue import SignalQueue, kill_descendants
 from phalanx.logging_config import configure_logging
 from phalanx.process_lifetime import become_subreaper, die_with_parent
-from phalanx.run.authentication import load_token
+from phalanx.run.authentication import load_token, open_listener
 from phalanx.run.control_channel import AuthConnection, ControlServer, connect_to_leader
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.listener import open_listener
 from phalanx.run.messages import Message
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import LauncherHello, Leave, NodeFailed, NodeFinished, Topology
@@ -171,13 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         raise RendezvousError("asked to stop before all nodes had come")
 
                 topology, connections = join_nodes(node_env, int(nproc_per_node), stack, check_stop)
-            logger.info(
-                "node %d: %d %s processes on each of %s",
-                node_env.node_rank,
-                int(nproc_per_node),
-                framework,
-                topology.hosts,
-            )
+            what = f"{int(nproc_per_node)} {framework} processes on each of {topology.hosts}"
+            logger.info("node %d: %s", node_env.node_rank, what)
             return NodeLauncher(framework, topology, node_env.node_rank, command, connections).run(stack)
     except PhalanxError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -299,7 +293,6 @@ class NodeLauncher:
             output.pipe.close()
 
     def reap_processes(self) -> None:
-        """Handle processes that ended."""
         for name, process in list(self.processes.items()):
             status = process.poll()
             if status is None:
@@ -325,7 +318,6 @@ class NodeLauncher:
         self.signal_processes(signal.SIGTERM)
 
     def handle_node_messages(self, connection: AuthConnection, node: str) -> None:
-        """Handle messages of another node."""
         messages = connection.receive()
         for message in messages or ():
             if isinstance(message, NodeFinished):

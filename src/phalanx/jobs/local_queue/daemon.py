@@ -38,17 +38,14 @@ from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 logger = logging.getLogger("phalanx.jobs.local_queue.daemon")  # its __name__ is __main__ under `python -m`
 
 POLL_INTERVAL_S = 0.2
-"""Seconds between polls of the queue."""
 IDLE_EXIT_S = 2.0
 """The daemon exits after this many seconds without a job."""
 TAKEOVER_TIMEOUT_S = 10.0
 """Seconds that a daemon waits for another one that may be about to exit."""
 MAX_ATTEMPTS = 1000
 MIN_RETRY_DELAY_S = 1.0
-"""Minimum delay before a job that ended unfinished and without progress is restarted; it doubles with each such attempt
-in a row."""
+"""Minimum delay before a job without progress is restarted; it doubles with each such attempt in a row."""
 MAX_RETRY_DELAY_S = 60.0
-"""Maximum of this delay."""
 JOB_TAG_VARIABLE = "PHALANX_JOB_TAG"
 """Environment variable that tags every process of a job."""
 
@@ -128,32 +125,26 @@ class QueueDaemon:
 
     def collect_attempt(self, row: JobRecord) -> None:
         """Record the end of an attempt, also when its runner has died."""
+        job_dir = self.database.job_dir(row.id)
         runner = find_runner(row)
-        found = read_ending(self.database.job_dir(row.id), row.attempts)
+        found = read_ending(job_dir, row.attempts)
         if runner is not None and found is None:
             if row.cancelled == CANCEL_REQUESTED and self.database.update_if(
                 row.id, JobState.RUNNING, cancelled=CANCEL_SENT
             ):
                 runner.terminate()
             return
-        if found is None:
-            found = read_ending(self.database.job_dir(row.id), row.attempts)  # it may have ended between the two looks
-        kill_tagged(make_process_tag(self.database.job_dir(row.id)))
+        found = found or read_ending(job_dir, row.attempts)  # it may have ended between the two looks
+        kill_tagged(make_process_tag(job_dir))
         ending = found or AttemptEnd(exit_code=-int(signal.SIGKILL), reason="the process above it was killed")
         state, values = next_state(row, ending, self.clock(), self.database.boot_clock)
-        logger.info(
-            "job %d (%s): attempt %d ended with %d, the job is %s",
-            row.id,
-            row.name,
-            row.attempts,
-            ending.exit_code,
-            state,
-        )
+        ended = f"attempt {row.attempts} ended with {ending.exit_code}"
+        logger.info("job %d (%s): %s, the job is %s", row.id, row.name, ended, state)
         self.database.update_if(
             row.id, JobState.RUNNING, state=state, given="[]", runner=None, runner_born=None, **values
         )
         if state.is_final:
-            (self.database.job_dir(row.id) / "secrets.json").unlink(missing_ok=True)
+            (job_dir / "secrets.json").unlink(missing_ok=True)
 
 
 def select_jobs_to_start(
@@ -187,19 +178,14 @@ def apply_array_limits(ready: list[JobRecord], running: list[JobRecord]) -> list
 def next_state(
     row: JobRecord, ending: AttemptEnd, now: float, boot_clock: BootClock
 ) -> tuple[JobState, dict[str, Any]]:
-    """Return the next state of a job after an attempt, and the changes to its row.
-
-    An attempt without a recorded end counts as having lasted until now (`now` in unix seconds, if it began before this
-    boot).
-    """
+    """Return the next state of a job after an attempt, and the changes to its row. An attempt without a recorded end
+    counts as having lasted until now (`now` in unix seconds, if it began before this boot)."""
     shown_code, reason = ending.exit_code, ending.reason
     # the shell's 128 + N for signal N counts as -N
     code = 128 - shown_code if 128 < shown_code <= 128 + signal.SIGRTMAX else shown_code
     reason_text = reason or (f"was killed by {format_signal(-code)}" if code < 0 else None)
     ended_at = ending.ended_at or now
-    lifetime_s = ending.duration_s
-    if lifetime_s is None:
-        lifetime_s = boot_clock.seconds_since(row.began)
+    lifetime_s = boot_clock.seconds_since(row.began) if ending.duration_s is None else ending.duration_s
     if lifetime_s is None:
         lifetime_s = 0.0 if row.started is None else ended_at - row.started
     has_progress = lifetime_s >= MIN_PROGRESS_S
@@ -212,24 +198,14 @@ def next_state(
         return JobState.FAILED, {**values, "reason": f"was started {row.attempts} times"}
     if code == ExitCode.UNFINISHED:
         delay_s = min(MAX_RETRY_DELAY_S, MIN_RETRY_DELAY_S * 2 ** min(short_runs - 1, 6)) if short_runs else 0.0
-        return JobState.QUEUED, {
-            **values,
-            "deaths": 0,
-            "due": boot_clock.make_timestamp(delay_s),
-            "reason": reason_text or "not finished: will resume",
-        }
+        resume_text = reason_text or "not finished: will resume"
+        return JobState.QUEUED, values | {"deaths": 0, "due": boot_clock.make_timestamp(delay_s), "reason": resume_text}
     if code < 0 and kills_in_a_row + 1 < MAX_KILLS_IN_A_ROW:
-        return JobState.QUEUED, {
-            **values,
-            "deaths": kills_in_a_row + 1,
-            "due": None,
-            "reason": f"{reason_text}: starts again",
-        }
+        reason_text = f"{reason_text}: starts again"
+        return JobState.QUEUED, values | {"deaths": kills_in_a_row + 1, "due": None, "reason": reason_text}
     if code == ExitCode.UNFIT_NODE:
-        return JobState.INTERRUPTED, {
-            **values,
-            "reason": reason_text or "this machine is unfit for it (`phalanx doctor`)",
-        }
+        unfit_text = "this machine is unfit for it (`phalanx doctor`)"
+        return JobState.INTERRUPTED, values | {"reason": reason_text or unfit_text}
     if (
         code == ExitCode.DONE
         and row.job.run_dir is not None
@@ -240,8 +216,7 @@ def next_state(
 
 
 def find_runner(row: JobRecord) -> psutil.Process | None:
-    """Return the runner process of a job; None when it has ended. A reused pid is detected by the start time of the
-    process."""
+    """Return the runner process of a job; None when it has ended. Its start time shows a reused pid."""
     if row.runner is None:
         return None
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -252,7 +227,6 @@ def find_runner(row: JobRecord) -> psutil.Process | None:
 
 
 def make_process_tag(job_dir: Path) -> str:
-    """Return the tag of a job's processes."""
     return f"{job_dir.parent.parent}:{job_dir.name}"
 
 
@@ -279,11 +253,8 @@ def spawn_runner(job_dir: Path, attempt: int) -> int:
 
 
 def ensure_running(folder: Path, may_be_idle: bool = True) -> bool:
-    """Make sure that the queue has a daemon. Returns whether one was started.
-
-    `may_be_idle`: a running daemon may have found no jobs and be about to exit, so another is started, which waits for
-    that and exits if the first one stays.
-    """
+    """Make sure that the queue has a daemon. Returns whether one was started. `may_be_idle`: a running daemon may have
+    found no jobs and be about to exit, so another is started, which waits for that and exits if the first one stays."""
     lock_fd = _open_lock_file(folder)
     try:
         if acquire_lock(lock_fd, 0):

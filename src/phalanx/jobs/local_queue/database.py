@@ -22,7 +22,6 @@ from phalanx.run.boot_clock import BootClock
 from phalanx.run.private_files import check_owner, is_storage_failure, make_state_dir
 
 FORMAT_VERSION = 4
-"""Of the file."""
 SNAPSHOT_DIR = "code"
 """Directory of the unpacked snapshot in a job's directory."""
 _SCHEMA_SQL = """
@@ -91,7 +90,6 @@ class JobRecord:
 
     @property
     def status(self) -> JobStatus:
-        """The job as a `JobStatus`."""
         run = None if self.job.run_dir is None else str(self.job.run_dir)
         return read_status({**vars(self), "run_dir": run})
 
@@ -100,7 +98,6 @@ COLUMN_NAMES = {each.name for each in fields(JobRecord)} - {"job", "resources"} 
 
 
 def read_record(row: Mapping[str, Any]) -> JobRecord:
-    """Read a whole row."""
     values = {name: row[name] for name in COLUMN_NAMES - {"spec", "devices", "cores"}}
     values |= {"state": JobState(row["state"]), "given": tuple(json.loads(row["given"]))}
     return JobRecord(**values, job=_read_job(row["spec"]), resources=Resources(row["devices"], row["cores"]))
@@ -124,13 +121,11 @@ def read_status(row: Mapping[str, Any]) -> JobStatus:
 
 
 def serialize_job(job: Job) -> str:
-    """Serialize a job."""
     run_dir = None if job.run_dir is None else str(job.run_dir)
     return json.dumps({**asdict(job), "working_dir": str(job.working_dir), "run_dir": run_dir})
 
 
 def _read_job(spec: str) -> Job:
-    """Undo `serialize_job`."""
     values: dict[str, Any] = json.loads(spec)
     run_dir = values["run_dir"]
     values |= {name: tuple(values[name]) for name in ("command", "secrets")}
@@ -193,15 +188,11 @@ class JobDatabase:
         self._db.close()
 
     def job_dir(self, job: int) -> Path:
-        """The folder of a job."""
         return self.folder / "jobs" / str(job)
 
     def add(self, job: Job, resources: Resources, fill_dir: Callable[[Path], None] = lambda home: None) -> int:
-        """Add a job to the queue. Returns its id.
-
-        `fill_dir` gets the job's directory and fills it before the job becomes visible. Raises UsageError when a job of
-        this name waits or runs.
-        """
+        """Add a job to the queue. Returns its id. `fill_dir` gets the job's directory and fills it before the job
+        becomes visible. Raises UsageError when a job of this name waits or runs."""
         with self._transaction():
             same_name = self._db.execute(
                 "SELECT id, state FROM jobs WHERE name = ? AND state IN ('queued', 'running')", (job.name,)
@@ -233,7 +224,6 @@ class JobDatabase:
             return job_id
 
     def get_job(self, job_id: int) -> JobRecord | None:
-        """A job by its id."""
         row = self._db.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return None if row is None else read_record(row)
 
@@ -266,7 +256,6 @@ class JobDatabase:
         return int(self._db.execute("PRAGMA data_version").fetchone()[0]), self._db.total_changes
 
     def has_open_jobs(self) -> bool:
-        """Whether any job waits or runs."""
         asked = "SELECT EXISTS (SELECT 1 FROM jobs WHERE state IN ('queued', 'running'))"
         return bool(self._db.execute(asked).fetchone()[0])
 
@@ -280,10 +269,8 @@ class JobDatabase:
             return cursor.rowcount == 1
 
     def delete_job(self, job_id: int) -> bool:
-        """Delete a finished job and its directory; return False and change nothing if it is not finished.
-
-        The row goes last: if this process dies meanwhile, the job can be deleted again.
-        """
+        """Delete a finished job and its directory; return False and change nothing if it is not finished. The row goes
+        last: if this process dies meanwhile, the job can be deleted again."""
         with self._transaction():
             deletion = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
             if self._db.execute(deletion, (job_id,)).rowcount != 1:

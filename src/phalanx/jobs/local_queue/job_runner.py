@@ -79,9 +79,8 @@ def main() -> None:
         job = JobProcess(process, spec, signals)
         job.wait()
         kill_descendants()
-        write_ending(
-            job_dir, attempt, started_at, boot_time, process.returncode, job.reason if process.returncode else None
-        )
+        reason = job.reason if process.returncode else None
+        write_ending(job_dir, attempt, started_at, boot_time, process.returncode, reason)
 
 
 class JobProcess:
@@ -149,7 +148,6 @@ def write_ending(
 
 
 def ending_path(job_dir: Path, attempt: int) -> Path:
-    """Return the file that records the end of an attempt."""
     return job_dir / f"ended-{attempt}.json"
 
 

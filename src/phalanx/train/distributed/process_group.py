@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.gpu_topology import bind_to_local_cores
-from phalanx.cluster.nics import INTERFACE_VARIABLES, find_missing_interfaces
+from phalanx.cluster.device_links import INTERFACE_VARIABLES, bind_to_local_cores, find_missing_interfaces
 from phalanx.compat import set_allocator
 from phalanx.errors import UsageError
 from phalanx.recipe.devices import device_kind_of

@@ -18,9 +18,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from phalanx.errors import UsageError
-from phalanx.run.authentication import derive_store_key, load_token
+from phalanx.run.authentication import derive_store_key, load_token, open_listener
 from phalanx.run.control_channel import find_listen_address
-from phalanx.run.listener import open_listener
 from phalanx.run.node_env import STORE_KEY_VARIABLE, STORE_VARIABLE
 from phalanx.train.distributed.environment import DistEnv, is_single_node
 

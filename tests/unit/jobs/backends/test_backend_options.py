@@ -9,8 +9,7 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.base import BACKEND_CLASSES, Backend, open_backend
-from phalanx.jobs.backends.options import OPTION_CLASSES, list_option_help
+from phalanx.jobs.backends.base import BACKEND_CLASSES, OPTION_CLASSES, Backend, list_option_help, open_backend
 from phalanx.jobs.backends.slurm.sbatch_options import parse_options
 from phalanx.jobs.spec import Job
 
@@ -42,7 +41,7 @@ def test_help_of_a_command_without_backend_options_lists_none(capsys: pytest.Cap
 
 def test_the_list_needs_neither_torch_nor_a_client_library() -> None:
     code = (
-        "import sys; from phalanx.jobs.backends.options import *\n"
+        "import sys; from phalanx.jobs.backends.base import *\n"
         "count = sum(1 for backend in OPTION_CLASSES for _ in list_option_help(backend))\n"
         "print(count, sorted({'torch', 'ray', 'kubernetes'} & set(sys.modules)))"
     )

@@ -9,26 +9,28 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import NodeService
 from phalanx.jobs.backends.slurm.backend import QUEUE_MAX_AGE_S, SlurmBackend
+from phalanx.jobs.backends.slurm.batch_script import SlurmResult
 from phalanx.jobs.backends.slurm.programs import (
     NODE_COLUMNS,
+    QUEUE_COLUMNS,
     NodeSize,
     add_node_share,
     count_gpus,
-    parse_node_sizes,
-    parse_nodes,
-    run_program,
-)
-from phalanx.jobs.backends.slurm.status import (
-    QUEUE_COLUMNS,
     expand_hostlist,
     parse_live_status,
+    parse_node_sizes,
+    parse_nodes,
     parse_past_status,
     parse_queue,
-    parse_result,
+    run_program,
 )
 from phalanx.jobs.spec import Job, JobState
 
 RESULT = "code {code}\nattempt {attempt}\nnodes n1 n2\nended 1795331973\n"
+
+
+def left_behind(exit_code: int, attempt: int) -> SlurmResult:
+    return SlurmResult(exit_code, attempt, ("n1", "n2"), 1795331973.0)
 
 
 def queued(
@@ -80,7 +82,7 @@ def fields_of(state: str, **more: Any) -> dict[str, str]:
 def test_slurms_states_have_a_meaning(
     state: str, code: str, result: int | None, expected: JobState, reason: str | None
 ) -> None:
-    left = None if result is None else parse_result(RESULT.format(code=result, attempt=0))
+    left = None if result is None else left_behind(result, 0)
     status = parse_live_status("6", "gpt", fields_of(state, code=code), 5.0, left)
     assert (status.state, status.reason) == (expected, reason)
 
@@ -103,19 +105,19 @@ def test_a_job_that_waits_says_why_in_words(reason: str, says: str) -> None:
 
 
 def test_a_job_that_is_queued_again_has_its_last_attempts_code() -> None:
-    left = parse_result(RESULT.format(code=75, attempt=0))
+    left = left_behind(75, 0)
     status = parse_live_status("6", "gpt", fields_of("PENDING", reason="BeginTime", restarts=1, nodes=""), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts, status.nodes) == (JobState.QUEUED, 75, 1, ("n1", "n2"))
 
 
 def test_a_result_of_an_earlier_attempt_does_not_count() -> None:
-    left = parse_result(RESULT.format(code=75, attempt=0))
+    left = left_behind(75, 0)
     status = parse_live_status("6", "gpt", fields_of("FAILED", restarts=1, code="9"), 5.0, left)
     assert (status.state, status.exit_code, status.num_attempts) == (JobState.FAILED, 137, 2)
 
 
 def test_what_slurm_has_forgotten_is_told_by_what_the_job_left() -> None:
-    done = parse_past_status("6", "gpt", False, 5.0, parse_result(RESULT.format(code=0, attempt=2)))
+    done = parse_past_status("6", "gpt", False, 5.0, left_behind(0, 2))
     assert (done.state, done.exit_code, done.num_attempts, done.nodes) == (JobState.DONE, 0, 3, ("n1", "n2"))
     assert parse_past_status("6", "gpt", True, 5.0, None).state is JobState.CANCELLED
     assert parse_past_status("6", "gpt", False, 5.0, None).state is JobState.INTERRUPTED

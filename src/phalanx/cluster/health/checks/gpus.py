@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.device_links import GpuLinks, discover_gpu_links
 from phalanx.cluster.discovery import GPU_DEVICE_FILES
-from phalanx.cluster.gpu_topology import GpuLinks, discover_gpu_links
 from phalanx.cluster.health.finding import (
     CheckContext,
     FindingValue,
@@ -46,7 +46,6 @@ class GpuState:
     unreachable_reason: str | None = None
     """Error when the GPU does not respond."""
     used_memory_share: float | None = None
-    """Used memory over total memory."""
     temperature_margin_k: float | None = None
     """Kelvin below the temperature at which the GPU slows down."""
     throttle_bits: int = 0
@@ -69,11 +68,6 @@ def count_gpus(root: Path) -> int:
 def can_count_gpus(root: Path) -> bool:
     """Whether `count_gpus` can see GPUs at all: containers and sandboxes may hide the folders of drivers."""
     return any((root / name).is_dir() for name in ("proc/driver/nvidia/gpus", "sys/class/kfd/kfd/topology/nodes"))
-
-
-def query_gpus(nvml: Any) -> list[GpuState]:
-    """Return the state of every GPU. Raises NVMLError when the library cannot count them."""
-    return [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 def _query_gpu(nvml: Any, index: int) -> GpuState:
@@ -112,22 +106,20 @@ def _query_gpu(nvml: Any, index: int) -> GpuState:
 
 
 def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
-    """Return all problems of one GPU."""
     if gpu.unreachable_reason is not None:
         return [
             (HealthVerdict.FAIL, f"it does not answer ({gpu.unreachable_reason}): reset it, or restart the machine")
         ]
     found = [(verdict, text) for bit, (text, verdict) in THROTTLE_REASONS.items() if gpu.throttle_bits & bit]
     if gpu.uncorrected_ecc_errors:
-        text = (
-            f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded: "
-            "reset it"
-        )
-        found.append((HealthVerdict.FAIL, text))
+        text = f"{gpu.uncorrected_ecc_errors} memory errors that could not be corrected since the driver was loaded"
+        found.append((HealthVerdict.FAIL, f"{text}: reset it"))
     if gpu.remap_failed:
         found.append((HealthVerdict.FAIL, "bad memory could not be replaced (row remapping failed): replace the board"))
     if gpu.remap_pending:
         found.append((HealthVerdict.WARN, "bad memory is replaced at the next reset: reset it soon"))
+    pids = ", ".join(map(str, gpu.process_ids))
+    holder = f"process {pids}" if pids else "a process that cannot be seen"
     measured: list[tuple[str, float | None, Callable[[float], str]]] = [
         ("corrected ECC errors", gpu.corrected_ecc_errors, lambda value: f"{value:.3g} corrected memory errors"),
         (
@@ -135,20 +127,12 @@ def find_gpu_problems(gpu: GpuState) -> list[tuple[HealthVerdict, str]]:
             gpu.temperature_margin_k,
             lambda value: f"{value:.0f} degrees below where it slows down: see cooling",
         ),
-        (
-            "GPU memory in use",
-            gpu.used_memory_share,
-            lambda value: f"{value:.0%} of its memory is held{_describe_processes(gpu.process_ids)}",
-        ),
+        ("GPU memory in use", gpu.used_memory_share, lambda value: f"{value:.0%} of its memory is held by {holder}"),
     ]
     for name, value, describe in measured:
         if value is not None and (verdict := evaluate_threshold(name, value)) is not HealthVerdict.PASS:
             found.append((verdict, describe(value)))
     return found
-
-
-def _describe_processes(pids: tuple[int, ...]) -> str:
-    return f" by process {', '.join(str(pid) for pid in pids)}" if pids else " by a process that cannot be seen"
 
 
 def evaluate_gpus(gpus: list[GpuState]) -> list[HealthFinding]:
@@ -181,9 +165,8 @@ def evaluate_gpu_count(count: int, expected: int | None) -> HealthFinding:
     if expected is not None and count > expected:
         return HealthFinding("gpus/count", HealthVerdict.WARN, f"{count} GPUs where {expected} are expected", figures)
     summary = f"{count} GPUs" if count else "no GPU: a CPU trains"
-    return HealthFinding(
-        "gpus/count", HealthVerdict.PASS, summary + ("" if expected is None else ", as expected"), figures
-    )
+    summary += "" if expected is None else ", as expected"
+    return HealthFinding("gpus/count", HealthVerdict.PASS, summary, figures)
 
 
 def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
@@ -199,15 +182,9 @@ def evaluate_gpu_links(found: tuple[GpuLinks, ...]) -> list[HealthFinding]:
         return [HealthFinding("gpus/links", HealthVerdict.WARN, "; ".join(problems))]
     if not found:
         return []
-    summary = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
-    return [
-        HealthFinding(
-            "gpus/links",
-            HealthVerdict.PASS,
-            f"PCIe links have all their lanes; {summary}",
-            {"num_nvlinks": max_nvlinks},
-        )
-    ]
+    nvlinks = f"{max_nvlinks} NVLinks each" if max_nvlinks else "no NVLinks"
+    summary = f"PCIe links have all their lanes; {nvlinks}"
+    return [HealthFinding("gpus/links", HealthVerdict.PASS, summary, {"num_nvlinks": max_nvlinks})]
 
 
 def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
@@ -228,7 +205,7 @@ def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
         text = f"a GPU driver is loaded, but does not answer ({error}): see dmesg, or restart the machine"
         return [HealthFinding("gpus/count", HealthVerdict.FAIL, text)]
     try:
-        gpus = query_gpus(nvml)
+        gpus = [_query_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
         found = [
             evaluate_gpu_count(sum(gpu.unreachable_reason is None for gpu in gpus), expected),
             *evaluate_gpus(gpus),
@@ -241,15 +218,39 @@ def check_gpus(context: CheckContext, nvml: Any) -> list[HealthFinding]:
 
 
 def _findings_without_nvml(context: CheckContext, words: str) -> list[HealthFinding]:
-    """Return what is known without NVML."""
     text = f"not known: temperature, memory errors and clocks are {words}"
     count, expected = count_gpus(context.root), context.expected_devices
-    unknown_count = HealthFinding(
-        "gpus/count", HealthVerdict.UNKNOWN, "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
-    )
-    return [
-        unknown_count
-        if count == 0 and not (expected and can_count_gpus(context.root))
-        else evaluate_gpu_count(count, expected),
-        HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text),
-    ]
+    count_finding = evaluate_gpu_count(count, expected)
+    if count == 0 and not (expected and can_count_gpus(context.root)):
+        unknown_text = "unknown: a GPU driver is loaded, but its GPUs cannot be listed"
+        count_finding = HealthFinding("gpus/count", HealthVerdict.UNKNOWN, unknown_text)
+    return [count_finding, HealthFinding("gpus/state", HealthVerdict.UNKNOWN, text)]
+
+
+def check_gpus_present(context: CheckContext) -> list[HealthFinding]:
+    """Check without the driver that the expected GPUs are there and answer on the PCI bus. Unknown where the
+    driver's directory is hidden (gVisor, WSL2)."""
+    count = count_gpus(context.root)
+    if count == 0 and context.expected_devices and not can_count_gpus(context.root):
+        reason = "not known: neither /proc/driver/nvidia nor the topology of AMD's driver can be read here"
+        return [HealthFinding("gpus/count", HealthVerdict.UNKNOWN, reason)]
+    findings = [evaluate_gpu_count(count, context.expected_devices)]
+    for bus in find_lost_gpus(context.root):
+        text = f"GPU {bus} fell off the bus (its configuration reads as ones): restart the machine, see XID 79 in dmesg"
+        findings.append(HealthFinding("gpus/count", HealthVerdict.FAIL, text, {"bus": bus}))
+    return findings
+
+
+def find_lost_gpus(root: Path) -> list[str]:
+    """Addresses of NVIDIA's GPUs that fell off the bus: reading their configuration gives nothing but ones."""
+    folder = root / "proc/driver/nvidia/gpus"
+    found = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    return [bus for bus in found if _read_vendor(root / "sys/bus/pci/devices" / bus / "config") == b"\xff\xff"]
+
+
+def _read_vendor(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(2)
+    except OSError:  # hidden in this container
+        return None

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from phalanx.cluster.calibration.hardware_key import read_driver_version
+from phalanx.cluster.device_links import discover_nics
 from phalanx.cluster.discovery import cgroup_dirs, parse_meminfo, read_cgroup_cores, read_cgroup_memory
 from phalanx.cluster.environment import package_version
+from phalanx.cluster.health.checks.gpus import check_gpus_present
 from phalanx.cluster.health.finding import (
     CheckContext,
     FindingValue,
@@ -23,7 +25,6 @@ from phalanx.cluster.health.finding import (
     evaluate_threshold,
     worst_verdict,
 )
-from phalanx.cluster.nics import discover_nics
 from phalanx.cluster.system_files import count_busy_cores, parse_cpu_list, read_small_file
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 from phalanx.run.in_memory_checkpoint import DIR_PREFIX
@@ -59,24 +60,21 @@ def evaluate_cpu(figures: dict[str, FindingValue]) -> list[HealthFinding]:
         _as_number(figures[name]) for name in ("present", "online", "allowed", "quota_cores")
     )
     busy = _as_number(figures["busy_cores"])
-    problems, verdicts = [], [HealthVerdict.PASS]
+    problems: list[tuple[HealthVerdict, str]] = []
     # with hyper-threading switched off, the second thread of each core is present and not online
     if present and online and online < present and figures["smt"] not in ("off", "forceoff"):
-        problems.append(f"{present - online:g} of {present:g} cores are switched off")
-        verdicts.append(HealthVerdict.WARN)
+        problems.append((HealthVerdict.WARN, f"{present - online:g} of {present:g} cores are switched off"))
     if allowed == 1 and online is not None and online > 1:
-        problems.append(
-            f"this process may use one of {online:g} cores (srun: repeat --cpus-per-task, which it forgets)"
-        )
-        verdicts.append(HealthVerdict.WARN)
+        text = f"this process may use one of {online:g} cores (srun: repeat --cpus-per-task, which it forgets)"
+        problems.append((HealthVerdict.WARN, text))
     if quota is not None and allowed is not None and quota < allowed:
-        problems.append(f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed")
-        verdicts.append(HealthVerdict.WARN)
+        text = f"the control group grants the time of {quota:g} cores where {allowed:g} are allowed"
+        problems.append((HealthVerdict.WARN, text))
     if busy is not None and (verdict := evaluate_threshold("busy cores", busy)) is not HealthVerdict.PASS:
-        problems.append(f"other programs keep {busy:.1f} cores busy")
-        verdicts.append(verdict)
+        problems.append((verdict, f"other programs keep {busy:.1f} cores busy"))
     summary = f"{_format_number(allowed)} cores allowed of {_format_number(online)} online"
-    return [HealthFinding("cpu", worst_verdict(verdicts), "; ".join(problems) if problems else summary, figures)]
+    reason = "; ".join(text for _, text in problems) or summary
+    return [HealthFinding("cpu", worst_verdict(verdict for verdict, _ in problems), reason, figures)]
 
 
 def _as_number(value: FindingValue) -> float | None:
@@ -87,9 +85,7 @@ def _format_number(value: float | None) -> str:
     return "?" if value is None else f"{value:g}"
 
 
-def measure_memory(
-    context: CheckContext, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
-) -> dict[str, FindingValue]:
+def measure_memory(context: CheckContext, statvfs: StatVfs = os.statvfs) -> dict[str, FindingValue]:
     """Bytes of memory. `available` is the less of what the kernel and what the control group has left."""
     meminfo = read_small_file(context.root / "proc/meminfo")
     total, available = parse_meminfo(meminfo, "MemTotal"), parse_meminfo(meminfo, "MemAvailable")
@@ -141,9 +137,8 @@ def _memory_finding(figures: dict[str, FindingValue]) -> HealthFinding:
         f"({available / total_bytes:.0%} of {limit_name})"
     )
     verdict = evaluate_threshold("memory free", available / total_bytes)
-    if verdict is not HealthVerdict.PASS:
-        return HealthFinding("memory", verdict, f"{summary}: end what holds the rest", figures)
-    return HealthFinding("memory", HealthVerdict.PASS, summary, figures)
+    advice = "" if verdict is HealthVerdict.PASS else ": end what holds the rest"
+    return HealthFinding("memory", verdict, f"{summary}{advice}", figures)
 
 
 def _shm_finding(figures: dict[str, FindingValue]) -> HealthFinding:
@@ -237,12 +232,10 @@ def evaluate_ulimits(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     return [HealthFinding("ulimits", worst_verdict(verdicts), summary, figures)]
 
 
-def measure_versions(
-    context: CheckContext, version_of: Callable[[str], str | None] = package_version
-) -> dict[str, FindingValue]:
+def measure_versions(context: CheckContext) -> dict[str, FindingValue]:
     return {
         "python": platform.python_version(),
-        **{name: version_of(name) for name in RECORDED_PACKAGES},
+        **{name: package_version(name) for name in RECORDED_PACKAGES},
         "kernel": read_small_file(context.root / "proc/sys/kernel/osrelease") or platform.release(),
         "driver": read_driver_version(context.root),
     }
@@ -252,24 +245,17 @@ def evaluate_versions(figures: dict[str, FindingValue]) -> list[HealthFinding]:
     torch, driver = figures["torch"], figures["driver"]
     summary = ", ".join(f"{name} {value}" for name, value in figures.items() if value)
     if torch is None:
-        return [
-            HealthFinding("versions", HealthVerdict.FAIL, f"torch is not installed in this Python; {summary}", figures)
-        ]
+        text = f"torch is not installed in this Python; {summary}"
+        return [HealthFinding("versions", HealthVerdict.FAIL, text, figures)]
     release = tuple(int(part) for part in str(torch).split("+")[0].split(".")[:2] if part.isdigit())
     if not MIN_TORCH_VERSION <= release < TORCH_VERSION_LIMIT:
-        text = (
-            f"torch {torch}: expected {_format_version(MIN_TORCH_VERSION)} up to below "
-            f"{_format_version(TORCH_VERSION_LIMIT)}; {summary}"
-        )
+        lowest, limit = (".".join(map(str, version)) for version in (MIN_TORCH_VERSION, TORCH_VERSION_LIMIT))
+        text = f"torch {torch}: expected {lowest} up to below {limit}; {summary}"
         return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
     if driver is not None and str(torch).endswith("+cpu"):
         text = f"there is a GPU driver, but torch {torch} is built for CPUs only: GPUs would lie idle; {summary}"
         return [HealthFinding("versions", HealthVerdict.WARN, text, figures)]
     return [HealthFinding("versions", HealthVerdict.PASS, summary, figures)]
-
-
-def _format_version(release: tuple[int, int]) -> str:
-    return ".".join(str(part) for part in release)
 
 
 SHM_PREFIXES = (DIR_PREFIX, "nccl-", "torch_")
@@ -329,3 +315,16 @@ def check_leaked_resources(context: CheckContext) -> list[HealthFinding]:
     names = ", ".join(sorted(sizes)[:MAX_SHOWN]) + (" ..." if len(sizes) > MAX_SHOWN else "")
     reason = f"dead runs left {total / BYTES_PER_MIB:.1f} MiB in /dev/shm: {names}"
     return [HealthFinding("leaked-resources", HealthVerdict.WARN, reason, figures)]
+
+
+def run_preflight(
+    run_dir: Path, expect_devices: int | None = None, root: Path = Path("/"), statvfs: StatVfs = os.statvfs
+) -> list[HealthFinding]:
+    """Check what changes between attempts, within milliseconds and without a library that could hang: free disk space,
+    memory, /dev/shm and the number of GPUs. The node is unfit if a finding is (`HealthVerdict.is_unfit`)."""
+    context = CheckContext(run_dir, root=root, expected_devices=expect_devices)
+    return [
+        *check_disk_space(context, statvfs)[:1],
+        *evaluate_memory(measure_memory(context, statvfs)),
+        *check_gpus_present(context),
+    ]

@@ -84,14 +84,9 @@ def evaluate_kernel_log(found: list[KernelMessage]) -> list[HealthFinding]:
         return [HealthFinding("kernel-log", HealthVerdict.PASS, "no hardware faults in the kernel log")]
     verdict = worst_verdict(each for each, _ in last_by_text.values())
     summary = "; ".join(f"{words} ({format_duration(age)} ago)" for words, (_, age) in last_by_text.items())
-    return [
-        HealthFinding(
-            "kernel-log",
-            verdict,
-            summary,
-            {"num_messages": len(last_by_text), "age_s": min(age for _, age in last_by_text.values())},
-        )
-    ]
+    newest_age_s = min(age for _, age in last_by_text.values())
+    figures = {"num_messages": len(last_by_text), "age_s": newest_age_s}
+    return [HealthFinding("kernel-log", verdict, summary, figures)]
 
 
 def _classify(line: KernelMessage) -> Iterator[tuple[str, HealthVerdict]]:

@@ -14,8 +14,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from phalanx.cluster.device_links import Nic, discover_nics, find_missing_interfaces
 from phalanx.cluster.health.finding import CheckContext, FindingValue, HealthFinding, HealthVerdict, worst_verdict
-from phalanx.cluster.nics import Nic, discover_nics, find_missing_interfaces
 from phalanx.formatting import format_bytes
 
 ResolveName = Callable[[str], list[str]]
@@ -98,7 +98,8 @@ def measure_all_reduce(num_gpus: int) -> HealthFinding:
     returncode, output = _run_tool(command, ALL_REDUCE_TIMEOUT_S)
     bandwidth = re.search(r"^# Avg bus bandwidth\s*:\s*([\d.]+)", output, re.MULTILINE)
     if returncode or bandwidth is None:
-        return make_finding(HealthVerdict.ERROR, f"all_reduce_perf failed: {_last_line(output)}")
+        last_line = (output.strip().splitlines() or ["it printed nothing"])[-1].strip()
+        return make_finding(HealthVerdict.ERROR, f"all_reduce_perf failed: {last_line}")
     if not re.search(r"^# Out of bounds values\s*:\s*0 OK", output, re.MULTILINE):
         return make_finding(
             HealthVerdict.FAIL, "all_reduce_perf found wrong sums: a GPU or a link between GPUs is broken"
@@ -117,8 +118,3 @@ def _run_tool(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return 1, f"no result within {timeout_s:.0f} s"
     return process.returncode, process.stdout.decode(errors="replace")
-
-
-def _last_line(output: str) -> str:
-    lines = output.strip().splitlines()
-    return lines[-1].strip() if lines else "it printed nothing"

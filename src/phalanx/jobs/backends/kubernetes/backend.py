@@ -38,7 +38,7 @@ from phalanx.jobs.backends.kubernetes.client import (
     send_signal_to_pod,
     translate_api_errors,
 )
-from phalanx.jobs.backends.kubernetes.options import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
+from phalanx.jobs.backends.kubernetes.manifest import LABEL_PATTERN, WORKLOAD_KINDS, parse_options
 from phalanx.jobs.backends.kubernetes.status import make_cordon, parse_node, parse_status, pod_index, select_latest_pods
 from phalanx.jobs.spec import Job, JobState, JobStatus, select_array_members
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
@@ -59,8 +59,7 @@ REQUEST_TIMEOUTS_S = (10.0, 60.0)
 
 
 class KubernetesBackend(Backend):
-    """The Kubernetes backend. `config`: a kubeconfig file; the default is that of `kubectl`, or the service account of
-    a pod."""
+    """The Kubernetes backend. `config`: a kubeconfig file instead of `kubectl`'s, or a pod's service account."""
 
     name = "kubernetes"
 
@@ -95,8 +94,7 @@ class KubernetesBackend(Backend):
         return SubmitRequest(self.name, job, texts)
 
     def submit(self, request: SubmitRequest) -> str:
-        """Create what runs the job, then its Secret, which belongs to it and goes with it; until the Secret is there,
-        pods wait."""
+        """Create what runs the job, then its Secret, for which pods wait; it belongs to the job and goes with it."""
         objects = {name.removesuffix(".yaml"): parse_yaml(text, name)[0] for name, text in request.files.items()}
         secret = objects.pop("secret")
         ((kind, workload),) = objects.items()
@@ -104,23 +102,23 @@ class KubernetesBackend(Backend):
         client, default = self._connect()
         name, namespace = workload["metadata"]["name"], workload["metadata"].get("namespace", default)
         what = f"submitting job {request.job.name} as {kind} {name} to namespace {namespace}"
-        custom, location = client.custom, {**API_GROUPS[kind], "namespace": namespace}
+        custom, job_id = client.custom, f"{namespace}/{kind}/{name}"
         strict: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": REQUEST_TIMEOUTS_S}
         with translate_api_errors(what):
-            created = custom.create_namespaced_custom_object(**location, body=workload, **strict)
+            created = custom.create_namespaced_custom_object(
+                **API_GROUPS[kind], namespace=namespace, body=workload, **strict
+            )
         owner = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": name}
         secret["metadata"]["ownerReferences"] = [owner | {"uid": created["metadata"]["uid"]}]
         try:
             with translate_api_errors(f"{what}: making its Secret"):
                 client.core.create_namespaced_secret(namespace, secret, **strict)
         except BaseException:
-            with translate_api_errors(
-                f"{what}: it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
-            ):
-                custom.delete_namespaced_custom_object(**location, name=name, _request_timeout=REQUEST_TIMEOUTS_S)
+            problem = "it could not be made whole, nor removed; `phalanx jobs cancel` ends it"
+            with translate_api_errors(f"{what}: {problem}"):
+                custom.delete_namespaced_custom_object(**_locate_workload(job_id))
             raise
         logger.info("created %s %s and its Secret in namespace %s", kind, name, namespace)
-        job_id = f"{namespace}/{kind}/{name}"
         self._known_names[job_id] = request.job.name
         return job_id
 
@@ -136,10 +134,8 @@ class KubernetesBackend(Backend):
         return parse_status(job_id, workload, jobs, self._list_pods(namespace, name))
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
-        """Return the jobs of all users that Phalanx submitted to the namespace of the context.
-
-        The number of requests does not depend on the number of jobs.
-        """
+        """Return the jobs of all users that Phalanx submitted to the namespace of the context. The number of requests
+        does not depend on the number of jobs."""
         client, namespace = self._connect()
         workloads: list[tuple[str, Mapping[str, Any]]] = []
         missing = 0
@@ -153,9 +149,8 @@ class KubernetesBackend(Backend):
             except ObjectNotFoundError as error:  # one of the two kinds is enough
                 missing += 1
                 if missing == len(API_GROUPS):
-                    raise UsageError(
-                        f"neither JobSet nor Kubeflow Trainer is installed on this cluster: {error}"
-                    ) from error
+                    problem = "neither JobSet nor Kubeflow Trainer is installed on this cluster"
+                    raise UsageError(f"{problem}: {error}") from error
                 continue
             workloads += [(kind, workload) for workload in page]
         if not workloads:
@@ -172,10 +167,8 @@ class KubernetesBackend(Backend):
         return sorted(found, key=lambda status: (status.submitted_at or 0.0, status.id))
 
     def send_signal(self, job_id: str, number: int) -> None:
-        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod.
-
-        The signal goes to the first process, which the kernel shields from signals that it does not handle.
-        """
+        """Send a signal with `kill` in each container, since Kubernetes can only send the signals that end a pod. The
+        signal goes to the first process, which the kernel shields from signals that it does not handle."""
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise UsageError(
                 f"{job_id}: the first process of a container cannot be sent {signal.Signals(number).name} from within; "
@@ -209,18 +202,13 @@ class KubernetesBackend(Backend):
 
     def cancel(self, job_id: str) -> None:
         """Delete the job and its Secret. Its pods get the job's warning time to save."""
-        namespace, kind, name = _parse_job_id(job_id)
         status = self.poll(job_id)
         if status.state.is_final:
             return
         self._known_names[job_id] = status.name
         with translate_api_errors(f"stopping {job_id}"), suppress(ObjectNotFoundError):  # deleted meanwhile
             self._client.custom.delete_namespaced_custom_object(
-                **API_GROUPS[kind],
-                namespace=namespace,
-                name=name,
-                propagation_policy="Foreground",
-                _request_timeout=REQUEST_TIMEOUTS_S,
+                **_locate_workload(job_id), propagation_policy="Foreground"
             )
 
     def pause(self, job_id: str, reason: str) -> None:
@@ -260,7 +248,6 @@ class KubernetesBackend(Backend):
         self._patch_node(node, make_cordon(reason, actor))
 
     def undrain_node(self, node: str) -> None:
-        """Uncordon a node."""
         self._patch_node(node, make_cordon(None, None))
 
     def _evict_pods(self, namespace: str, name: str) -> None:
@@ -286,29 +273,22 @@ class KubernetesBackend(Backend):
             self._client.core.patch_node(node, change, _request_timeout=REQUEST_TIMEOUTS_S)
 
     def _patch_workload(self, job_id: str, change: dict[str, Any]) -> None:
-        namespace, kind, name = _parse_job_id(job_id)
-        with translate_api_errors(f"changing {job_id}, which needs the verb patch on {API_GROUPS[kind]['plural']}"):
-            self._client.custom.patch_namespaced_custom_object(
-                **API_GROUPS[kind], namespace=namespace, name=name, body=change, _request_timeout=REQUEST_TIMEOUTS_S
-            )
+        location = _locate_workload(job_id)
+        with translate_api_errors(f"changing {job_id}, which needs the verb patch on {location['plural']}"):
+            self._client.custom.patch_namespaced_custom_object(**location, body=change)
 
     def _get_workload(self, job_id: str) -> dict[str, Any]:
-        found = self._find_workload(job_id)
-        if found is None:
+        if (found := self._find_workload(job_id)) is None:
             raise NoSuchJobError(self.name, job_id)
         return found
 
     def _find_workload(self, job_id: str) -> dict[str, Any] | None:
         """The JobSet or TrainJob, if it is there."""
-        namespace, kind, name = _parse_job_id(job_id)
-        try:
-            with translate_api_errors(f"asking for {job_id}"):
-                found: dict[str, Any] = self._client.custom.get_namespaced_custom_object(
-                    **API_GROUPS[kind], namespace=namespace, name=name, _request_timeout=REQUEST_TIMEOUTS_S
-                )
-        except ObjectNotFoundError:
-            return None
-        return found
+        location = _locate_workload(job_id)
+        with suppress(ObjectNotFoundError), translate_api_errors(f"asking for {job_id}"):
+            found: dict[str, Any] = self._client.custom.get_namespaced_custom_object(**location)
+            return found
+        return None
 
     def _list_pods(self, namespace: str, name: str) -> list[Mapping[str, Any]]:
         """Return the pods of the last attempt, by node."""
@@ -317,10 +297,8 @@ class KubernetesBackend(Backend):
     def _read_pod_log(
         self, namespace: str, pod: Mapping[str, Any], prefix: str, follow: bool = False, since: int | None = None
     ) -> Iterator[tuple[str, str]]:
-        """Yield the lines of a pod so far, each with its timestamp.
-
-        With `follow`, yield until the pod ends. `since`: only lines of the last `since` seconds and later.
-        """
+        """Yield the lines of a pod so far, each with its timestamp. With `follow`, yield until the pod ends. `since`:
+        only lines of the last `since` seconds and later."""
         since_option: dict[str, Any] = {} if since is None else {"since_seconds": since}
         name = pod["metadata"]["name"]
         with translate_api_errors(f"reading the log of pod {name}"):
@@ -354,9 +332,8 @@ class KubernetesBackend(Backend):
 def _list_owned(call: Callable[..., Any], namespace: str, name: str | None = None) -> list[Mapping[str, Any]]:
     """The objects that belong to a job, or to any, as they are on the wire."""
     with translate_api_errors(f"asking for what belongs to {namespace}/{name or 'its jobs'}"):
-        return _list_all_pages(
-            partial(call, namespace), JOBSET_NAME_LABEL if name is None else f"{JOBSET_NAME_LABEL}={name}"
-        )
+        selector = JOBSET_NAME_LABEL if name is None else f"{JOBSET_NAME_LABEL}={name}"
+        return _list_all_pages(partial(call, namespace), selector)
 
 
 def _list_all_pages(call: Callable[..., Any], selector: str) -> list[Mapping[str, Any]]:
@@ -384,6 +361,12 @@ def _group_by_job(objects: Iterable[Mapping[str, Any]]) -> dict[str, list[Mappin
     for each_object in objects:
         found.setdefault(each_object["metadata"]["labels"][JOBSET_NAME_LABEL], []).append(each_object)
     return found
+
+
+def _locate_workload(job_id: str) -> dict[str, Any]:
+    """Where a JobSet or TrainJob is, and the timeout of a request for it."""
+    namespace, kind, name = _parse_job_id(job_id)
+    return {**API_GROUPS[kind], "namespace": namespace, "name": name, "_request_timeout": REQUEST_TIMEOUTS_S}
 
 
 def _parse_job_id(job_id: str) -> tuple[str, str, str]:

@@ -121,9 +121,8 @@ def translate_api_errors(what: str) -> Iterator[None]:
         yield
     except ApiException as error:
         kind = ObjectNotFoundError if error.status == 404 else UsageError
-        raise kind(
-            f"{what}: {describe_api_error(error.status, error.body) if error.status else error.reason}"
-        ) from error
+        reason = describe_api_error(error.status, error.body) if error.status else error.reason
+        raise kind(f"{what}: {reason}") from error
     except urllib3.exceptions.HTTPError as error:
         cause = getattr(error, "reason", None) or error  # behind the retries
         raise UsageError(f"{what}: the cluster does not answer: {cause}") from error

@@ -103,8 +103,7 @@ def parse_timestamp(timestamp: str | None) -> float | None:
 def _parse_failure(
     failed: KubernetesObject, jobs: Sequence[KubernetesObject], pods: Sequence[KubernetesObject]
 ) -> tuple[JobState, int | None, str]:
-    """Return state, exit code and reason of a failed job. Prefers the condition of the Job: that of the JobSet only
-    says that some Job failed."""
+    """Return state, exit code and reason of a failed job, by the Job's condition: the JobSet's says less."""
     causes = [cause for cause in (find_condition(job.get("status") or {}, "Failed") for job in jobs) if cause]
     cause = min(causes, key=lambda one: str(one.get("lastTransitionTime", "")), default=failed)
     message = f"{cause.get('reason', '')}: {cause.get('message', '')}".strip(": ")

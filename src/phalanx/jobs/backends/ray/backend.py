@@ -28,10 +28,13 @@ from phalanx.jobs.backends.base import (
     NoSuchJobError,
     SubmitRequest,
     add_inherited_variables,
+    backend_option,
     group_running_jobs,
+    parse_backend_options,
+    parse_choice,
+    parse_count,
     read_secrets,
 )
-from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_choice, parse_count
 from phalanx.jobs.backends.ray.driver_spec import (
     JOB_ID_VARIABLE,
     NO_NODE,
@@ -91,31 +94,22 @@ class RayBackend(Backend):
         self._clients: dict[str, Any] = {}
 
     def render(self, job: Job) -> SubmitRequest:
-        """Return the request to the API."""
         job = add_inherited_variables(job, self._environ, shares_files=False)
         options: RayOptions = parse_backend_options(job, "ray", RayOptions)
         _check_job(job)
         task = make_driver_spec(job)
         words = (options.python, "-P", "-m", DRIVER_MODULE, "run", task.to_json())
         # By default Ray kills a job after 3 s; the driver needs the warning time to end the nodes.
-        environment: dict[str, Any] = {
-            "env_vars": {
-                "RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15),
-                JOB_ID_VARIABLE: GENERATED_PLACEHOLDER,
-            }
-        }
+        variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(job.warning_s) + 15), JOB_ID_VARIABLE: GENERATED_PLACEHOLDER}
+        environment: dict[str, Any] = {"env_vars": variables}
         if job.snapshot is not None:
             environment["working_dir"] = SNAPSHOT_PLACEHOLDER
+        metadata = {JOB_NAME_KEY: job.name, NUM_NODES_KEY: str(job.num_nodes), WORKING_DIR_KEY: str(job.working_dir)}
         sent = {
             "submission_id": GENERATED_PLACEHOLDER,
             "entrypoint": shlex.join(words),
             "runtime_env": environment,
-            "metadata": {
-                JOB_NAME_KEY: job.name,
-                NUM_NODES_KEY: str(job.num_nodes),
-                WORKING_DIR_KEY: str(job.working_dir),
-            }
-            | ({} if job.run_dir is None else {RUN_DIR_KEY: str(job.run_dir)}),
+            "metadata": metadata | ({} if job.run_dir is None else {RUN_DIR_KEY: str(job.run_dir)}),
         }
         return SubmitRequest(self.name, job, {REQUEST_FILE: json.dumps(sent, indent=2)})
 
@@ -273,10 +267,8 @@ class RayBackend(Backend):
         configured = (self._environ.get(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))
         url = address or self._address or next(filter(None, configured), DEFAULT_ADDRESS)
         if not url.startswith(("http://", "https://")):
-            raise UsageError(
-                f"Ray's address {url}: expected the dashboard's, such as {DEFAULT_ADDRESS} (option address, or "
-                f"RAY_ADDRESS)"
-            )
+            expected = f"the dashboard's, such as {DEFAULT_ADDRESS} (option address, or RAY_ADDRESS)"
+            raise UsageError(f"Ray's address {url}: expected {expected}")
         if url not in self._clients:
             logger.debug("connecting to Ray at %s", url)
             try:

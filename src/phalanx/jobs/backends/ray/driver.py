@@ -146,24 +146,21 @@ class RayDriver:
         return True
 
     def _reserve_nodes(self) -> Any:
-        """Create a placement group with a bundle for each node; None if the job is paused meanwhile. Raises
-        PlacementError."""
+        """Create a placement group with a bundle a node; None if the job is paused. Raises PlacementError."""
         task = self._spec
-        label_selector = (
-            {NODE_ID_LABEL: f"!in({','.join(sorted(self._excluded_nodes))})"} if self._excluded_nodes else None
-        )
+        excluded = f"!in({','.join(sorted(self._excluded_nodes))})"
         num_nodes = task.num_nodes
         if task.min_nodes is not None:
-            fitting = count_fitting_nodes(task, [one["Resources"] for one in self._list_usable_machines()])
+            fitting = count_fitting_nodes(task, self._list_resources())
             num_nodes = max(task.min_nodes, min(fitting, num_nodes))
         group = self._ray.util.placement_group(
             [task.make_bundle()] * num_nodes,
             strategy=task.strategy,
-            bundle_label_selector=None if label_selector is None else [label_selector] * num_nodes,
+            bundle_label_selector=[{NODE_ID_LABEL: excluded}] * num_nodes if self._excluded_nodes else None,
         )
         waiting, deadline, last = group.ready(), time.monotonic() + task.placement_timeout_s, ""
         while not self._ray.wait([waiting], timeout=POLL_INTERVAL_S)[0]:
-            shortage = describe_shortage(task, [one["Resources"] for one in self._list_usable_machines()])
+            shortage = describe_shortage(task, self._list_resources())
             reason = shortage or "other jobs hold what it needs"
             hopeless = bool(self._excluded_nodes) and shortage is not None
             if not self._is_stopping and self._find_pause() is not None:
@@ -177,8 +174,10 @@ class RayDriver:
             last = reason
         return group
 
-    def _list_usable_machines(self) -> list[Any]:
-        return [one for one in self._ray.nodes() if one["Alive"] and one["NodeID"] not in self._excluded_nodes]
+    def _list_resources(self) -> list[Mapping[str, float]]:
+        """Return the resources of each machine that can be used."""
+        machines = (one for one in self._ray.nodes() if one["Alive"] and one["NodeID"] not in self._excluded_nodes)
+        return [one["Resources"] for one in machines]
 
     def _get_results(self, asked: list[Any]) -> list[Any]:
         """Return the answers of the nodes. Raises PlacementError on timeout, or when the job is to end."""
@@ -225,9 +224,8 @@ class RayDriver:
                 for node, actor in enumerate(actors)
             ]
         )
-        if (
-            self._time_limit_at is None and task.time_limit_s is not None
-        ):  # it counts no time in which nothing could run
+        # it counts no time in which nothing could run
+        if self._time_limit_at is None and task.time_limit_s is not None:
             self._time_limit_at = time.monotonic() + task.time_limit_s
         return RayAttempt(actors, machines)
 
@@ -269,7 +267,6 @@ class RayDriver:
             attempt.call_all("kill")
 
     def _is_time_to_save(self) -> bool:
-        """Whether the time has come to save."""
         return self._time_limit_at is not None and time.monotonic() > self._time_limit_at - self._spec.warning_s
 
 
@@ -279,7 +276,6 @@ def _shell_exit_code(code: int) -> int:
 
 
 def print_driver_line(text: str) -> None:
-    """Print a line of the driver."""
     print(DRIVER_LINE_PREFIX + text, flush=True)
 
 

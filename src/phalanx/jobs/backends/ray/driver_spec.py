@@ -88,11 +88,9 @@ def actor_name(job_id: str, node: int) -> str:
 
 
 def decide_exit_code(ended: Sequence[tuple[int, int]], min_nodes: int | None = None) -> int:
-    """Return the exit code of an attempt from (node, code) pairs in the order in which the nodes ended.
-
-    The first failure decides if its code is meaningful, else the leader, node 0, does. A killed node makes the attempt
-    unfinished, so that it can be restarted.
-    """
+    """Return the exit code of an attempt from (node, code) pairs in the order in which the nodes ended. The first
+    failure decides if its code is meaningful, else the leader, node 0, does. A killed node makes the attempt
+    unfinished, so that it can be restarted."""
     bad = [(node, code) for node, code in ended if code != 0]
     if not bad or (min_nodes is not None and len(bad) < len(ended)):  # a node ends with 0 only when the run is done
         return int(ExitCode.DONE)

@@ -158,8 +158,7 @@ class PauseSwitch:
 
 
 class PauseReader:
-    """Reads the switch of a job, at most once a second. An actor that is restarted has forgotten the reason: the job
-    resumes."""
+    """Reads the switch of a job, at most once a second. A restarted actor has forgotten the reason: the job resumes."""
 
     def __init__(self, ray: Any, switch: Any):
         self._ray, self._switch = ray, switch

@@ -42,27 +42,25 @@ from phalanx.jobs.backends.slurm.batch_script import (
     write_private_file,
 )
 from phalanx.jobs.backends.slurm.programs import (
+    COMPLETING_REASON,
+    QUEUE_FORMAT,
     SIZES_COMMAND,
+    UNSET_VALUES,
     NodeSize,
     RunProgram,
     SlurmNodes,
     add_node_share,
     clean_error,
-    parse_node_sizes,
-    run_program,
-)
-from phalanx.jobs.backends.slurm.sbatch_options import Version
-from phalanx.jobs.backends.slurm.status import (
-    COMPLETING_REASON,
-    QUEUE_FORMAT,
-    UNSET_VALUES,
     expand_hostlist,
     is_command,
     is_held,
     parse_live_status,
+    parse_node_sizes,
     parse_past_status,
     parse_queue,
+    run_program,
 )
+from phalanx.jobs.backends.slurm.sbatch_options import Version
 from phalanx.jobs.log_stream import printed_lines
 from phalanx.jobs.pause_file import is_paused, read_pause, remove_pause, write_pause
 from phalanx.jobs.spec import Job, JobState, JobStatus, is_array_member
@@ -136,8 +134,7 @@ class SlurmBackend(SlurmNodes, Backend):
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status from Slurm, or from the job's files when Slurm has forgotten it."""
-        folder = self._find_job_dir(job_id)
-        return self._get_status(job_id, folder, self._query_queue([job_id]))
+        return self._find_job(job_id, QUEUE_MAX_AGE_S)[1]
 
     def list_jobs(self, array: str | None = None) -> list[JobStatus]:
         """Return the jobs that have a directory here."""
@@ -152,8 +149,7 @@ class SlurmBackend(SlurmNodes, Backend):
         return [self._get_status(id, folders[id], queue) for id in ordered]
 
     def release(self, job_id: str) -> bool:
-        """Release a job that is held because of unfit nodes, and exclude these nodes. Returns False for any other
-        job."""
+        """Release a job that is held because of unfit nodes, without these nodes. Returns False for any other job."""
         folder = self._find_job_dir(job_id)
         marker = folder / UNFIT_FILE
         if not marker.exists() or is_paused(folder):
@@ -173,10 +169,8 @@ class SlurmBackend(SlurmNodes, Backend):
         return True
 
     def pause(self, job_id: str, reason: str) -> None:
-        """Hold a job, which outlasts a requeue, and ask one that runs to save: its script passes the signal on as at
-        the time limit, and requeues it."""
-        folder = self._find_job_dir(job_id)
-        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
+        """Hold a job, also after a requeue. The script of one that runs saves and requeues it as at the time limit."""
+        folder, status = self._find_job(job_id)
         if status.state.is_final:
             raise UsageError(f"job {job_id} ({status.name}) is {status.state}: there is nothing to pause")
         is_running = status.state is JobState.RUNNING and status.reason != COMPLETING_REASON
@@ -197,8 +191,7 @@ class SlurmBackend(SlurmNodes, Backend):
 
     def resume(self, job_id: str) -> bool:
         """Release a job that is held by `pause` or because of unfit nodes; without these nodes."""
-        folder = self._find_job_dir(job_id)
-        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
+        folder, status = self._find_job(job_id)
         if status.state.is_final:
             return False
         if not is_paused(folder):
@@ -212,8 +205,7 @@ class SlurmBackend(SlurmNodes, Backend):
 
     def send_signal(self, job_id: str, number: int) -> None:
         """Send a signal to every process of the step; the batch script does not get it."""
-        folder = self._find_job_dir(job_id)
-        status = self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0))
+        _, status = self._find_job(job_id)
         if status.state is not JobState.RUNNING:
             raise UsageError(f"{job_id} ({status.name}) does not run, it is {status.state}")
         self._run_checked(
@@ -233,9 +225,8 @@ class SlurmBackend(SlurmNodes, Backend):
         return printed_lines(self._find_job_dir(job_id) / LOG_FILE)
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job in any state."""
-        folder = self._find_job_dir(job_id)
-        if self._get_status(job_id, folder, self._query_queue([job_id], max_age_s=0.0)).state.is_final:
+        folder, status = self._find_job(job_id)
+        if status.state.is_final:
             return
         (folder / CANCELLED_FILE).touch()  # first: its script must not queue it again
         self._run_checked(["scancel", job_id], f"job {job_id}")
@@ -335,9 +326,8 @@ class SlurmBackend(SlurmNodes, Backend):
         submitted = (folder / ID_FILE).stat().st_mtime
         run = (folder / RUN_FILE).read_text().removesuffix("\n") if (folder / RUN_FILE).exists() else None
         if found is None or not is_command(found, self._dirs.script_suffix(folder)):
-            return replace(
-                parse_past_status(id, name, (folder / CANCELLED_FILE).exists(), submitted, result), run_dir=run
-            )
+            is_cancelled = (folder / CANCELLED_FILE).exists()
+            return replace(parse_past_status(id, name, is_cancelled, submitted, result), run_dir=run)
         status = parse_live_status(id, name, found, submitted, result)
         if status.state is not JobState.QUEUED:
             return replace(status, run_dir=run)
@@ -370,12 +360,6 @@ class SlurmBackend(SlurmNodes, Backend):
         if not any(state.startswith(("down", "drain", "fail", "maint", "unk")) for state in nodes.values()):
             raise UsageError(f"job {job.name}: {clean_error(err)}")
 
-    def _run_checked(self, argv: Sequence[str], what: str = "slurm") -> str:
-        code, out, err = self._run_program(argv)
-        if code:
-            raise UsageError(f"{what}: {clean_error(err)}")
-        return out
-
     def _check_name(self, name: str) -> None:
         folders = self._dirs.list_all()
         same_name = [id for id in folders if self._dirs.find_array_dir(folders[id]).name.rpartition("-")[0] == name]
@@ -386,6 +370,11 @@ class SlurmBackend(SlurmNodes, Backend):
             status = self._get_status(id, folders[id], queue)
             if not status.state.is_final:
                 raise UsageError(f"job {name}: there is one of this name already, {id}, and it is {status.state}")
+
+    def _find_job(self, job_id: str, max_age_s: float = 0.0) -> tuple[Path, JobStatus]:
+        """Return the directory and the status of a job, as squeue says it now or said it `max_age_s` ago."""
+        folder = self._find_job_dir(job_id)
+        return folder, self._get_status(job_id, folder, self._query_queue([job_id], max_age_s))
 
     def _find_job_dir(self, job_id: str) -> Path:
         known = {} if self._queue is None else self._queue.folders

@@ -10,12 +10,11 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.backends.slurm.sbatch_options import SbatchOptions, Version, parse_options
-from phalanx.jobs.backends.slurm.status import SlurmResult, parse_result
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.jobs.spec import MAX_KILLS_IN_A_ROW, MIN_PROGRESS_S, Job, with_unpacked_snapshot
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock, lock_on_this_machine
@@ -97,10 +96,23 @@ def write_private_file(path: Path, text: str) -> None:
         file.write(text)
 
 
+@dataclass(frozen=True)
+class SlurmResult:
+    """Result file of the batch script at the end of an attempt."""
+
+    exit_code: int
+    attempt: int
+    nodes: tuple[str, ...]
+    ended: float
+
+
 def read_result_file(folder: Path) -> SlurmResult | None:
     """Read what the last attempt of a job left behind, if there is any."""
     path = folder / RESULT_FILE
-    return parse_result(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    found = dict(line.split(" ", 1) for line in path.read_text().splitlines())
+    return SlurmResult(int(found["code"]), int(found["attempt"]), tuple(found["nodes"].split()), float(found["ended"]))
 
 
 def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
@@ -113,10 +125,8 @@ def render_scripts(job: Job, version: Version, folder: Path) -> dict[str, str]:
 
 def render_array_scripts(jobs: Sequence[Job], version: Version, folder: Path) -> dict[str, str]:
     """Render the scripts of a job array: one batch script, and a node script for each member in a directory named by
-    its index.
-
-    Members differ only in their commands, not in options for Slurm. Raises UsageError like `render_scripts`.
-    """
+    its index. Members differ only in their commands, not in options for Slurm. Raises UsageError like
+    `render_scripts`."""
     texts = {}
     for index, job in enumerate(jobs):
         member_dir = folder / str(index)
@@ -140,9 +150,7 @@ def _check_folders(job: Job, folder: Path) -> None:
 
 def render_batch_script(job: Job, options: SbatchOptions, folder: Path, member_dirs: Sequence[Path] = ()) -> str:
     """Render the script of the first node: it starts the step, forwards the warning signal, and evaluates the end.
-
-    `member_dirs`: working directories of the members of an array; each member has a directory in `folder`.
-    """
+    `member_dirs`: working directories of the members of an array; each member has a directory in `folder`."""
     num_granted = "${#nodes[@]}"
     output = str(folder).replace("%", "%%")  # Slurm puts numbers and names in for %j and the like
     output = f"{output}/%a/{LOG_FILE}" if member_dirs else f"{output}/{LOG_FILE}"
@@ -205,8 +213,7 @@ def quote_directive(option: str) -> str:
 
 
 def _container_options(job: Job, folders: Sequence[Path]) -> list[str]:
-    """Return the container options: the job's directories are mounted at the same paths, in addition to given
-    mounts."""
+    """Return the container options: given mounts, and the job's directories at the same paths."""
     if "container-image" not in job.backend_options:
         return []
     own = [f"{path}:{path}" for path in dict.fromkeys(folders)]

@@ -1,11 +1,10 @@
-"""Translate a job's resources and backend options to options of sbatch and srun. Validated here; `batch_script.py`
-renders them."""
+"""Validate a job's resources and backend options, and translate them to options of sbatch and srun."""
 
 import math
 from dataclasses import dataclass, fields
 
 from phalanx.errors import UsageError
-from phalanx.jobs.backends.options import backend_option, parse_backend_options, parse_count
+from phalanx.jobs.backends.base import backend_option, parse_backend_options, parse_count
 from phalanx.jobs.spec import Job
 
 Version = tuple[int, ...]

@@ -25,10 +25,11 @@ from phalanx.run.authentication import (
     HandshakeServer,
     accept_authenticated,
     open_authenticated,
+    open_listener,
     receive_exactly,
     receive_into,
+    resolve_address,
 )
-from phalanx.run.listener import open_listener, resolve_address
 from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import format_copy_name
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_record

@@ -1,17 +1,20 @@
-"""Discover the links of each GPU to the host and to other GPUs (PCIe, NVLink) from NVML (`nvidia-ml-py`), and bind a
-process to the cores of its GPU's NUMA node: from another socket, memory reads and writes to the GPU go through the link
-between the sockets. What the links really carry is measured elsewhere (calibration/collectives.py).
+"""Links of this machine: of each GPU to the host and to other GPUs (PCIe, NVLink) from NVML (`nvidia-ml-py`), and of
+its network cards to other machines from /sys. What links really carry is measured by calibration/collectives.py.
+
+Also bind a process to the cores of its GPU's NUMA node: from another socket, memory reads and writes to the GPU go
+through the link between the sockets.
 """
 
 import importlib
 import os
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from phalanx.cluster.spec import ScaleUpNetwork
-from phalanx.cluster.system_files import parse_cpu_list, read_small_file
+from phalanx.cluster.spec import ScaleOutNetwork, ScaleUpNetwork
+from phalanx.cluster.system_files import parse_cpu_list, read_small_file, read_small_int
 
 PCIE_GT_PER_S_BY_GENERATION = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 """Of a PCIe lane, by generation, in 1e9 a second."""
@@ -27,7 +30,6 @@ class GpuLinks:
     generation, never in width."""
 
     pci_address: str
-    """PCI address, such as "0000:1b:00.0"."""
     lanes: int | None = None
     max_lanes: int | None = None
     max_pcie_generation: int | None = None
@@ -36,8 +38,7 @@ class GpuLinks:
 
     @property
     def host_gbps(self) -> float | None:
-        """GB/s of its PCIe link in one direction, at its maximum generation and current width, without protocol
-        overhead."""
+        """GB/s of its PCIe link one way, at its maximum generation and current width, without protocol overhead."""
         if not self.lanes or not self.max_pcie_generation:
             return None
         return pcie_gbps(self.max_pcie_generation, self.lanes)
@@ -66,8 +67,7 @@ def pcie_gbps(generation: int, lanes: int) -> float:
 
 
 def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
-    """Return the links of all GPUs, in the order of their addresses. `nvml` is NVIDIA's library, imported unless
-    given."""
+    """Return the links of all GPUs, by address. `nvml` is NVIDIA's library, imported unless given."""
     nvml = nvml if nvml is not None else import_nvml()
     if nvml is None:
         return ()
@@ -83,10 +83,8 @@ def discover_gpu_links(nvml: Any = None) -> tuple[GpuLinks, ...]:
 
 
 def choose_scale_up(links: tuple[GpuLinks, ...]) -> ScaleUpNetwork | None:
-    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe.
-
-    None for fewer than 2 GPUs or an unknown rate.
-    """
+    """Return the network among the GPUs of this machine: NVLink when all GPUs have the same links, else PCIe. None for
+    fewer than 2 GPUs or an unknown rate."""
     if len(links) < 2:
         return None
     nvlink = {each.nvlink_gbps for each in links}
@@ -155,3 +153,98 @@ def bind_to_local_cores(
     allowed_now = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     if local_cores & allowed_now and not local_cores >= allowed_now:
         set_affinity(local_cores & allowed_now)
+
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """One port of a network card. `gbps`: GB/s in one direction by the driver, None if unknown, as in most virtual
+    machines. `is_physical`: backed by a device, which may be virtual."""
+
+    name: str
+    link_kind: Literal["ethernet", "infiniband", "roce"]
+    is_up: bool
+    gbps: float | None = None
+    is_physical: bool = True
+    rate_text: str = ""
+    """The driver's name of the rate, such as "4X NDR"."""
+
+
+def discover_nics(root: Path = Path("/")) -> tuple[Nic, ...]:
+    """Return all ports except loopback, sorted: RDMA first, then Ethernet. A RoCE port appears as both."""
+    rdma = [card for device in _list_dirs(root / "sys/class/infiniband") for card in _rdma_ports(device)]
+    plain = [_ethernet_nic(folder) for folder in _list_dirs(root / "sys/class/net") if folder.name != "lo"]
+    return (*rdma, *plain)
+
+
+def choose_scale_out(nics: tuple[Nic, ...]) -> ScaleOutNetwork | None:
+    """Return the network that training uses between nodes: all active RDMA ports of the fastest kind, else the fastest
+    Ethernet port. None when no active port reports its speed."""
+    usable = [nic for nic in nics if nic.is_up and nic.is_physical and nic.gbps]
+    for link_kinds in (("infiniband", "roce"), ("ethernet",)):
+        ports = [nic for nic in usable if nic.link_kind in link_kinds]
+        if not ports:
+            continue
+        best = max(nic.gbps or 0.0 for nic in ports)
+        fastest = [nic for nic in ports if nic.gbps == best]
+        # One process group rarely uses several Ethernet ports, but always uses all RDMA ports.
+        return ScaleOutNetwork(
+            link=_format_link(fastest[0]), gbps=best, ports=len(fastest) if "roce" in link_kinds else 1
+        )
+    return None
+
+
+def _format_link(nic: Nic) -> str:
+    link_names = {"ethernet": "Ethernet", "infiniband": "InfiniBand", "roce": "RoCE"}
+    return f"{link_names[nic.link_kind]} {nic.rate_text or f'{8 * (nic.gbps or 0.0):g} Gbit/s'}"
+
+
+def _ethernet_nic(folder: Path) -> Nic:
+    speed = read_small_int(folder / "speed")  # in Mbit/s; -1 or an error where it is not known
+    return Nic(
+        name=folder.name,
+        link_kind="ethernet",
+        is_up=read_small_file(folder / "operstate") == "up",
+        gbps=speed / 8000 if speed and speed > 0 else None,
+        is_physical=(folder / "device").exists(),
+    )
+
+
+def _rdma_ports(device: Path) -> list[Nic]:
+    nics = []
+    for port in _list_dirs(device / "ports"):
+        rate = re.match(r"([\d.]+)\s*Gb/sec(?:\s*\((.*)\))?", read_small_file(port / "rate"))
+        nics.append(
+            Nic(
+                name=f"{device.name}:{port.name}",
+                link_kind="roce" if read_small_file(port / "link_layer") == "Ethernet" else "infiniband",
+                is_up="ACTIVE" in read_small_file(port / "state"),
+                gbps=float(rate[1]) / 8 if rate and float(rate[1]) > 0 else None,
+                rate_text=(rate[2] or "") if rate else "",
+            )
+        )
+    return nics
+
+
+def _list_dirs(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+
+
+def find_missing_interfaces(environ: Mapping[str, str], interface_names: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each variable that names an interface which this machine does not have."""
+    for variable in INTERFACE_VARIABLES:
+        value = environ.get(variable)
+        if value and not _matches_interface(variable, value, interface_names):
+            yield f"{variable}={value}, and there is no such interface ({', '.join(sorted(interface_names))})"
+
+
+def _matches_interface(variable: str, value: str, names: Collection[str]) -> bool:
+    """Match as the libraries do: gloo needs all names to exist; NCCL matches prefixes, "=" full names, "^" excludes."""
+    parts = [part for part in value.lstrip("=^").split(",") if part]
+    if variable.startswith("GLOO"):
+        return all(part in names for part in value.split(","))
+    if value.startswith("="):
+        return any(part in names for part in parts)
+    return value.startswith("^") or any(name.startswith(part) for part in parts for name in names)
