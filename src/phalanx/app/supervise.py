@@ -4,12 +4,14 @@ result."""
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.app.elastic_world import ElasticWorld
 from phalanx.app.prepare_run import PreparedRun, create_run
 from phalanx.app.resume import read_last_attempt, read_last_step
+from phalanx.app.task_evaluations import EvaluationProcess, TaskEvaluations, choose_device
 from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
@@ -50,10 +52,22 @@ def supervise_run(
     machine = discover_machine(device=recipe.device)
     # as many as NVIDIA's and AMD's drivers list
     expected_gpus = machine.device_count if machine.device == "cuda" else None
+    num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
+    start = partial(EvaluationProcess, run, *choose_device(machine, num_local_devices))
+    tasks = TaskEvaluations(run, recipe.evaluation, prepared.recipe_dir, start)
+
+    def show_and_evaluate(event: Event) -> None:
+        show(event)
+        tasks.add_event(event)
+
+    def finish_tasks(outcome: RunOutcome) -> RunOutcome:
+        tasks.finish(outcome.code is ExitCode.DONE, agent.signals.wait_for_any, agent.emit)
+        return outcome
+
     agent = LeaderAgent(
         run,
         fork_server,
-        show,
+        show_and_evaluate,
         RecoveryPolicy(
             recipe.fault_tolerance.max_restarts,
             recipe.fault_tolerance.hang_timeout_s,
@@ -66,9 +80,16 @@ def supervise_run(
     if node_group is not None and node_group.min_nodes < node_group.num_nodes:
         given = load_recipe(run.recipe).recipe
         agent.world_divider = ElasticWorld(run, given, recipe, node_group.num_nodes, node_group.min_nodes)
-    num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
-    with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
-        return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
+    agent.on_check = lambda: tasks.poll(agent.emit)
+    with (
+        record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)),
+        feed_trackers(run, recipe.trackers),
+        tasks,
+    ):
+        opening_events = prepared.opening_events()
+        return supervise_until_done(
+            agent, world_size, command, prepared.first_attempt, opening_events, adjust_outcome=finish_tasks
+        )
 
 
 def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], None]) -> RunOutcome:

@@ -118,7 +118,7 @@ class Checkpointer:
         who = (dist_env.rank, dist_env.world_size, dist_env.attempt)
         self._store: StoreDestination | None = None
         if (url := self._run.store_url) is not None:
-            self._store = StoreDestination(CheckpointStore(url), *who, config.keep)
+            self._store = StoreDestination(CheckpointStore(url), *who, config.keep, self._run.list_steps_in_evaluation)
         self._durable_saver = CheckpointSaver(
             self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
         )
