@@ -60,8 +60,12 @@ def supervise_run(
         show(event)
         tasks.add_event(event)
 
+    def wait_for_signal(seconds: float) -> bool:
+        agent.signals.wait(seconds)
+        return bool(agent.signals.received)
+
     def finish_tasks(outcome: RunOutcome) -> RunOutcome:
-        tasks.finish(outcome.code is ExitCode.DONE, agent.signals.wait_for_any, agent.emit)
+        tasks.finish(outcome.code is ExitCode.DONE, wait_for_signal, agent.emit)
         return outcome
 
     agent = LeaderAgent(

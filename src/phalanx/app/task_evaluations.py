@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from phalanx.app.lm_eval import check_task_names, find_lm_eval
 from phalanx.cluster import Machine
@@ -36,22 +36,6 @@ POLL_INTERVAL_S = 0.5
 LOWEST_PRIORITY = 19
 MAX_VALUE = 1e30
 """Beyond it a score counts as not finite, as in every event."""
-
-
-class Process(Protocol):
-    """A process that evaluates one checkpoint."""
-
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
-
-    def read_scores(self) -> list[dict[str, Any]]:
-        """Return what `phalanx evaluate --tasks --json` printed. Raises ValueError for anything else."""
-
-    def read_reason(self) -> str:
-        """Return the last lines of its log."""
-
-    def close(self) -> None:
-        """Kill what is left of it, and remove its files."""
 
 
 class EvaluationProcess:
@@ -76,19 +60,23 @@ class EvaluationProcess:
             )
 
     def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
         return self._process.poll()
 
     def read_scores(self) -> list[dict[str, Any]]:
+        """Return what it printed. Raises ValueError for anything but JSON."""
         scores: list[dict[str, Any]] = json.loads(self._scores.read_text())
         return scores
 
     def read_reason(self) -> str:
+        """Return the last lines of its log."""
         with open(self._log, "rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").split("\n")
         return "; ".join([line.strip() for line in lines if line.strip()][-2:])
 
     def close(self) -> None:
+        """Kill what is left of it, and remove its files."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -102,24 +90,23 @@ def _prepare_child(parent: int) -> None:
 
 
 class TaskEvaluations:
-    """Evaluates the checkpoints of a run that are due, one at a time: a newer one replaces one that waits. As a context
-    it leaves no process and no files. `start`: starts the process of a command's arguments."""
+    """Evaluates checkpoints of a run, one at a time: when one is due and no process runs, the newest. As a context it
+    leaves no process and no files. `start`: starts the process of a command's arguments."""
 
     def __init__(
         self,
         run: Run,
         config: EvaluationConfig,
         recipe_dir: Path,
-        start: Callable[[Sequence[str]], Process],
+        start: Callable[[Sequence[str]], EvaluationProcess],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._run, self._config, self._start, self._clock = run, config, start, clock
         self._tasks = list_tasks(config, recipe_dir)
-        self._newest: CheckpointSaved | None = None
-        self._due: CheckpointSaved | None = None
-        self._due_step = 0  # the step of the newest checkpoint that was due
+        self._newest_step = self._due_step = 0  # of the checkpoint that was saved, and was due, last
+        self._is_due = False
         self._step = 0  # of the checkpoint for which a process was started last
-        self._process: Process | None = None
+        self._process: EvaluationProcess | None = None
         self._started_at = 0.0
 
     def __enter__(self) -> Self:
@@ -130,14 +117,14 @@ class TaskEvaluations:
         self._end_process()
 
     def add_event(self, event: Event) -> None:
-        """Learn from an event of the run which checkpoint is due."""
+        """Learn from an event of the run whether a checkpoint is due."""
         if isinstance(event, AttemptStarted):
             self._due_step = event.start_step
         if self._tasks and isinstance(event, CheckpointSaved):
-            self._newest = event
+            self._newest_step = event.step
             every = self._config.tasks_every or 1
             if event.step // every != self._due_step // every:
-                self._due = event
+                self._is_due = True
                 self._due_step = event.step
 
     def poll(self, emit: Callable[[Event], None]) -> None:
@@ -145,43 +132,32 @@ class TaskEvaluations:
         if self._process is not None and (code := self._process.poll()) is not None:
             emit(self._read_result(self._process, code))
             self._end_process()
-        if self._process is None and self._due is not None:
-            checkpoint = self._due
-            self._due = None
+        if self._process is None and self._is_due:
+            self._is_due = False
+            self._step = self._newest_step
+            self._started_at = self._clock()
             try:
-                self._start_process(checkpoint)
+                write_json(self._run.evaluating, {"step": self._step})  # it is not removed meanwhile
+                self._process = self._start(self._arguments(self._step))
             except (OSError, DataError) as error:
-                emit(self._make_warning(checkpoint.step, str(error)))
+                emit(self._make_warning(self._step, str(error)))
 
     def finish(self, is_done: bool, wait: Callable[[float], bool], emit: Callable[[Event], None]) -> None:
         """End with the run. If it is done, its last checkpoint is evaluated, for MAX_WAIT_AT_END_S at most. `wait`
         sleeps for some seconds, and returns whether to stop at once. What is not evaluated is named."""
-        if is_done and self._newest is not None and self._newest.step != self._step:
-            self._due = self._newest
         if is_done:
+            self._is_due = self._newest_step != self._step
             self.poll(emit)
-            self._wait_for_process(wait, emit)
-        left = [self._step] if self._process is not None else []
-        left += [self._due.step] if self._due is not None else []
+            if self._process is not None:
+                logger.warning("waiting at most %.0f s for the tasks of the last checkpoint", MAX_WAIT_AT_END_S)
+            deadline = self._clock() + MAX_WAIT_AT_END_S
+            while self._process is not None and self._clock() < deadline and not wait(POLL_INTERVAL_S):
+                self.poll(emit)
+        steps = [self._step] if self._process is not None else []
+        steps += [self._newest_step] if self._is_due else []
         self._end_process()
-        for step in left:
+        for step in steps:
             emit(self._make_warning(step, "the run has ended"))
-
-    def _wait_for_process(self, wait: Callable[[float], bool], emit: Callable[[Event], None]) -> None:
-        if self._process is not None:
-            logger.warning("waiting at most %.0f s for the tasks of the last checkpoint", MAX_WAIT_AT_END_S)
-        deadline = self._clock() + MAX_WAIT_AT_END_S
-        while self._process is not None and self._clock() < deadline and not wait(POLL_INTERVAL_S):
-            self.poll(emit)
-
-    def _start_process(self, checkpoint: CheckpointSaved) -> None:
-        """Start the process for a checkpoint, which stays on disk meanwhile; none for one that is removed already."""
-        write_json(self._run.evaluating, {"step": checkpoint.step})
-        if self._run.store_url is None and not (self._run.path / checkpoint.path).is_dir():
-            return  # a newer one is saved
-        self._process = self._start(self._arguments(checkpoint.step))
-        self._step = checkpoint.step
-        self._started_at = self._clock()
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -195,7 +171,7 @@ class TaskEvaluations:
         options = {"--step": step, "--tasks": ",".join(self._tasks), "--samples": self._config.max_samples}
         return ["evaluate", self._run.location, *(str(word) for option in options.items() for word in option)]
 
-    def _read_result(self, process: Process, code: int) -> Event:
+    def _read_result(self, process: EvaluationProcess, code: int) -> Event:
         """Return the scores of a process that has ended, or why there are none."""
         try:
             if code:

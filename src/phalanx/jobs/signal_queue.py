@@ -65,11 +65,6 @@ class SignalQueue:
             loop.add_reader(self.wake_socket, self.clear_wake)
             loop.run_once(timeout_s)
 
-    def wait_for_any(self, timeout_s: float) -> bool:
-        """`wait`, and return whether there are signals that are not handled yet."""
-        self.wait(timeout_s)
-        return bool(self.received)
-
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
     """Kill and reap all descendants of this process. Returns the pids that have not ended after `timeout_s`.

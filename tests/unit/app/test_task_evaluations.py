@@ -1,8 +1,11 @@
 """Which checkpoints are scored on `evaluation.tasks` while a run trains, by a process that a test ends."""
 
+import json
+import signal
 import stat
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,13 @@ import pytest
 
 from made_events import made
 from phalanx.app.lm_eval import check_task_names
-from phalanx.app.task_evaluations import MAX_WAIT_AT_END_S, TaskEvaluations, check_tasks, choose_device
+from phalanx.app.task_evaluations import (
+    MAX_WAIT_AT_END_S,
+    EvaluationProcess,
+    TaskEvaluations,
+    check_tasks,
+    choose_device,
+)
 from phalanx.cluster import Machine
 from phalanx.cluster.discovery import Cpu
 from phalanx.errors import UsageError
@@ -52,7 +61,7 @@ class FakeProcess:
 
 
 class Training:
-    """A run that saves checkpoints and removes old ones, and its evaluations."""
+    """A run that saves checkpoints, and its evaluations."""
 
     def __init__(self, run: Run, **config: Any):
         self.run, self.now = run, 0.0
@@ -71,9 +80,7 @@ class Training:
     def save(self, *steps: int) -> None:
         """Save checkpoints, with a look at the process after each."""
         for step in steps:
-            event = made(CheckpointSaved, step=step, path=f"checkpoints/step-{step:09d}")
-            (self.run.path / event.path).mkdir()
-            self.evaluations.add_event(event)
+            self.evaluations.add_event(made(CheckpointSaved, step=step))
             self.poll()
 
     def poll(self) -> None:
@@ -166,14 +173,13 @@ def test_the_checkpoint_stays_while_it_is_evaluated(run: Run) -> None:
         assert run.list_steps_in_evaluation() == []
 
 
-def test_a_checkpoint_that_was_removed_while_it_waited_is_left_out(run: Run) -> None:
-    training = Training(run)
-    training.save(10, 20)
-    (run.checkpoints / "step-000000020").rmdir()
+def test_the_newest_checkpoint_takes_the_place_of_one_that_is_due_and_may_be_removed(run: Run) -> None:
+    training = Training(run, tasks_every=20)
+    training.save(20, 30, 40, 50)
     training.end_process()
-    assert training.started_steps == [10]
-    training.save(30)
-    assert training.started_steps == [10, 30]
+    training.save(60)
+    training.end_process()
+    assert training.started_steps == [20, 50, 60]
 
 
 def test_at_the_end_of_training_the_last_checkpoint_is_evaluated(run: Run) -> None:
@@ -236,6 +242,48 @@ def test_a_process_that_cannot_be_started_is_a_warning(run: Run, monkeypatch: py
     assert "not evaluated: no memory; run: phalanx evaluate" in str(vars(training.events[0])["text"])
 
 
+COMMAND = """
+import os, json, time
+print(json.dumps([os.nice(0), os.environ["TMPDIR"], os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[1:]]))
+print("the cause", "error: the end", sep=chr(10), file=sys.stderr)
+if "fail" in sys.argv:
+    sys.exit(3)
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_process_has_a_low_priority_and_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.create()
+    monkeypatch.setattr(sys, "executable", str(write_program(run.path / "python", COMMAND)))
+    process = EvaluationProcess(run, "cuda", {"CUDA_VISIBLE_DEVICES": "2"}, ["evaluate", "RUN"])
+    wait_until(lambda: bool(process._scores.read_text()))
+    nice, temporary, visible, arguments = json.loads(process._scores.read_text())
+    assert (nice, visible) == (19, "2")
+    assert arguments == ["-P", "-m", "phalanx", "evaluate", "RUN", "--json", "--device", "cuda"]
+    assert process.poll() is None
+    process.close()
+    assert process.poll() == -signal.SIGKILL
+    assert not Path(temporary).exists()
+
+
+def test_the_reason_of_a_failure_is_the_end_of_the_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.create()
+    (run.logs / "tasks.log").write_text("of an earlier one\n")
+    monkeypatch.setattr(sys, "executable", str(write_program(run.path / "python", COMMAND)))
+    process = EvaluationProcess(run, "cpu", {"CUDA_VISIBLE_DEVICES": ""}, ["evaluate", "fail"])
+    wait_until(lambda: process.poll() is not None)
+    assert (process.poll(), process.read_reason()) == (3, "the cause; error: the end")
+    process.close()
+
+
 def machine(num_gpus: int) -> Machine:
     device = "cuda" if num_gpus else "cpu"
     return Machine("n0", device, "fake", max(1, num_gpus), 8, 8, 1 << 30, 1 << 30, Cpu("fake"))
@@ -251,7 +299,7 @@ def test_a_gpu_that_no_worker_uses_else_the_cpu() -> None:
     assert choose_device(machine(2), 1, masked) == ("cuda", {"HIP_VISIBLE_DEVICES": "3"})
 
 
-def write_lm_eval(path: Path, script: str) -> Path:
+def write_program(path: Path, script: str) -> Path:
     path.write_text(f"#!{sys.executable}\nimport sys\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -271,7 +319,7 @@ def load(folder: Path, *tasks: str) -> LoadedRecipe:
 
 
 def test_tasks_are_checked_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = write_lm_eval(tmp_path / "python", VALIDATE)
+    python = write_program(tmp_path / "python", VALIDATE)
     monkeypatch.setenv("PHALANX_LM_EVAL", str(python))
     (tmp_path / "mine.yaml").write_text("task: mine")
     check_tasks(load(tmp_path, "gsm8k", "mine.yaml"))
@@ -287,8 +335,8 @@ def test_lm_eval_that_is_missing_is_an_error_with_the_command_to_install_it(
     check_tasks(load(tmp_path))
     with pytest.raises(UsageError, match=r"evaluation.tasks: lm_eval: no such program.*pip install 'lm-eval"):
         check_tasks(load(tmp_path, "gsm8k"))
-    python = write_lm_eval(tmp_path / "python", 'sys.exit("No module named lm_eval")')
+    python = write_program(tmp_path / "python", 'sys.exit("No module named lm_eval")')
     with pytest.raises(UsageError, match=r"No module named lm_eval; install it by: .*pip install 'lm-eval"):
         check_task_names((str(python), "-m", "lm_eval"), ("gsm8k",))
-    older = write_lm_eval(tmp_path / "older", "sys.exit(2)")
+    older = write_program(tmp_path / "older", "sys.exit(2)")
     check_task_names((str(older), "-m", "lm_eval"), ("gsm8k",))
