@@ -93,6 +93,7 @@ def test_no_step_waits_for_tasks_and_their_scores_are_reported(
     assert scores[0].metrics == {"gsm8k/acc": 0.25}
     assert json.loads((lm_eval / "started").read_text()) == [19, "6", "cpu"]
     assert "step-000000004" in kept
+    assert [path.name for path in list_checkpoints(ended_run.checkpoints)] == ["step-000000012"]
     assert not ended.run.evaluating.exists()
     assert list_left_files() == files
     report = lab.call_command(capsys, "report", ended.run.path).stdout

@@ -18,7 +18,7 @@ from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers, find_local_gpu_ids
 from phalanx.cluster.health import run_preflight
-from phalanx.errors import ExitCode, UsageError, describe_os_error, is_storage_error
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError, UsageError, describe_os_error, is_storage_error
 from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
@@ -65,7 +65,12 @@ def supervise_run(
         return bool(agent.signals.received)
 
     def finish_tasks(outcome: RunOutcome) -> RunOutcome:
-        tasks.finish(outcome.code is ExitCode.DONE, wait_for_signal, agent.emit)
+        is_done = outcome.code is ExitCode.DONE
+        tasks.finish(is_done, wait_for_signal, agent.emit)
+        if is_done and recipe.evaluation.tasks and tasks.newest_step:  # one may have been kept longer for them
+            kept = {"run": str(run.path.absolute()), "keep": recipe.checkpoint.keep, "step": tasks.newest_step}
+            with contextlib.suppress(PhalanxError, SubprocessError):
+                fork_server.call("phalanx.train.checkpoint.checkpointer:remove_old_checkpoints", kept)
         return outcome
 
     agent = LeaderAgent(

@@ -103,7 +103,9 @@ class TaskEvaluations:
     ):
         self._run, self._config, self._start, self._clock = run, config, start, clock
         self._tasks = list_tasks(config, recipe_dir)
-        self._newest_step = self._due_step = 0  # of the checkpoint that was saved, and was due, last
+        self.newest_step = 0
+        """Of the newest checkpoint that was saved in this process; 0: none."""
+        self._due_step = 0  # of the checkpoint that was due last
         self._is_due = False
         self._step = 0  # of the checkpoint for which a process was started last
         self._process: EvaluationProcess | None = None
@@ -121,7 +123,7 @@ class TaskEvaluations:
         if isinstance(event, AttemptStarted):
             self._due_step = event.start_step
         if self._tasks and isinstance(event, CheckpointSaved):
-            self._newest_step = event.step
+            self.newest_step = event.step
             every = self._config.tasks_every or 1
             if event.step // every != self._due_step // every:
                 self._is_due = True
@@ -134,7 +136,7 @@ class TaskEvaluations:
             self._end_process()
         if self._process is None and self._is_due:
             self._is_due = False
-            self._step = self._newest_step
+            self._step = self.newest_step
             self._started_at = self._clock()
             try:
                 write_json(self._run.evaluating, {"step": self._step})  # it is not removed meanwhile
@@ -146,7 +148,7 @@ class TaskEvaluations:
         """End with the run. If it is done, its last checkpoint is evaluated, for MAX_WAIT_AT_END_S at most. `wait`
         sleeps for some seconds, and returns whether to stop at once. What is not evaluated is named."""
         if is_done:
-            self._is_due = self._newest_step != self._step
+            self._is_due = self.newest_step != self._step
             self.poll(emit)
             if self._process is not None:
                 logger.warning("waiting at most %.0f s for the tasks of the last checkpoint", MAX_WAIT_AT_END_S)
@@ -154,7 +156,7 @@ class TaskEvaluations:
             while self._process is not None and self._clock() < deadline and not wait(POLL_INTERVAL_S):
                 self.poll(emit)
         steps = [self._step] if self._process is not None else []
-        steps += [self._newest_step] if self._is_due else []
+        steps += [self.newest_step] if self._is_due else []
         self._end_process()
         for step in steps:
             emit(self._make_warning(step, "the run has ended"))
