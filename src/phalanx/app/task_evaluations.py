@@ -72,7 +72,7 @@ class EvaluationProcess:
         """Return the last lines of its log."""
         with open(self._log, "rb") as log:
             log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").split("\n")
+            lines = log.read().decode(errors="replace").replace("\r", "\n").split("\n")
         return "; ".join([line.strip() for line in lines if line.strip()][-2:])
 
     def close(self) -> None:
@@ -209,7 +209,9 @@ def check_tasks(loaded: LoadedRecipe) -> None:
         return
     try:
         command = find_lm_eval(None)
-        check_task_names(tuple(command), tuple(task for task in tasks if not Path(task).is_file()))
+        names = [task for task in tasks if "*" not in task and not Path(task).is_file()]
+        if names:  # lm-eval checks neither patterns nor files
+            check_task_names(tuple(command), tuple(names))
     except UsageError as error:
         raise UsageError(f"{loaded.location_of('evaluation.tasks')}: {error}") from None
 

@@ -245,6 +245,7 @@ def test_a_process_that_cannot_be_started_is_a_warning(run: Run, monkeypatch: py
 COMMAND = """
 import os, json, time
 print(json.dumps([os.nice(0), os.environ["TMPDIR"], os.environ["CUDA_VISIBLE_DEVICES"], sys.argv[1:]]))
+print("50%", "100%", sep=chr(13), file=sys.stderr)
 print("the cause", "error: the end", sep=chr(10), file=sys.stderr)
 if "fail" in sys.argv:
     sys.exit(3)
@@ -323,6 +324,7 @@ def test_tasks_are_checked_before_training(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PHALANX_LM_EVAL", str(python))
     (tmp_path / "mine.yaml").write_text("task: mine")
     check_tasks(load(tmp_path, "gsm8k", "mine.yaml"))
+    check_tasks(load(tmp_path, "mmlu_*", "mine.yaml"))
     with pytest.raises(UsageError, match=r"evaluation.tasks: .*Tasks not found: gsm9k; list .* -m lm_eval ls tasks$"):
         check_tasks(load(tmp_path, "gsm8k", "gsm9k"))
 
