@@ -24,6 +24,7 @@ from phalanx.run.event_types import (
     StepDone,
     StepPhases,
     StragglerDetected,
+    TasksEvaluated,
     WorkerFailure,
     WorkerStarted,
 )
@@ -54,6 +55,12 @@ USUAL: dict[type[RunEvent], dict[str, Any]] = {
     },
     EvaluationProgress: {"step": 1, "num_samples_done": 8, "num_samples": 64},
     EvaluationDone: {"step": 1, "loss": 2.5, "metrics": {}, "num_samples": 8, "duration_s": 0.5, "is_best": False},
+    TasksEvaluated: {
+        "step": 1,
+        "metrics": {"gsm8k/acc": 0.25},
+        "standard_errors": {"gsm8k/acc": 0.01},
+        "duration_s": 9.5,
+    },
     CheckpointSaved: {
         "step": 1,
         "path": "checkpoints/step-000000001",

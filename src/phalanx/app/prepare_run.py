@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
 from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
+from phalanx.app.task_evaluations import check_tasks
 from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.resolve import (
@@ -205,6 +206,7 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
+    check_tasks(loaded)
     check_upload(loaded.recipe)
     with loaded.locate_errors():
         find_origins(loaded.recipe, loaded.recipe_dir, begins)

@@ -4,19 +4,21 @@ result."""
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phalanx.app.elastic_world import ElasticWorld
 from phalanx.app.prepare_run import PreparedRun, create_run
 from phalanx.app.resume import read_last_attempt, read_last_step
+from phalanx.app.task_evaluations import EvaluationProcess, TaskEvaluations, choose_device
 from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers, find_local_gpu_ids
 from phalanx.cluster.health import run_preflight
-from phalanx.errors import ExitCode, UsageError, describe_os_error, is_storage_error
+from phalanx.errors import ExitCode, PhalanxError, SubprocessError, UsageError, describe_os_error, is_storage_error
 from phalanx.jobs.agent.attempt import NEVER_JOINED_MESSAGE
 from phalanx.jobs.agent.fork_server_client import ForkServerClient
 from phalanx.jobs.agent.leader_agent import LeaderAgent, RunOutcome
@@ -50,10 +52,31 @@ def supervise_run(
     machine = discover_machine(device=recipe.device)
     # as many as NVIDIA's and AMD's drivers list
     expected_gpus = machine.device_count if machine.device == "cuda" else None
+    num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
+    start = partial(EvaluationProcess, run, *choose_device(machine, num_local_devices))
+    tasks = TaskEvaluations(run, recipe.evaluation, prepared.recipe_dir, start)
+
+    def show_and_evaluate(event: Event) -> None:
+        show(event)
+        tasks.add_event(event)
+
+    def wait_for_signal(seconds: float) -> bool:
+        agent.signals.wait(seconds)
+        return bool(agent.signals.received)
+
+    def finish_tasks(outcome: RunOutcome) -> RunOutcome:
+        is_done = outcome.code is ExitCode.DONE
+        tasks.finish(is_done, wait_for_signal, agent.emit)
+        if is_done and recipe.evaluation.tasks and tasks.newest_step:  # one may have been kept longer for them
+            kept = {"run": str(run.path.absolute()), "keep": recipe.checkpoint.keep, "step": tasks.newest_step}
+            with contextlib.suppress(PhalanxError, SubprocessError):
+                fork_server.call("phalanx.train.checkpoint.checkpointer:remove_old_checkpoints", kept)
+        return outcome
+
     agent = LeaderAgent(
         run,
         fork_server,
-        show,
+        show_and_evaluate,
         RecoveryPolicy(
             recipe.fault_tolerance.max_restarts,
             recipe.fault_tolerance.hang_timeout_s,
@@ -66,9 +89,16 @@ def supervise_run(
     if node_group is not None and node_group.min_nodes < node_group.num_nodes:
         given = load_recipe(run.recipe).recipe
         agent.world_divider = ElasticWorld(run, given, recipe, node_group.num_nodes, node_group.min_nodes)
-    num_local_devices = world_size // (1 if node_group is None else node_group.num_nodes)
-    with record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)), feed_trackers(run, recipe.trackers):
-        return supervise_until_done(agent, world_size, command, prepared.first_attempt, prepared.opening_events())
+    agent.on_check = lambda: tasks.poll(agent.emit)
+    with (
+        record_telemetry(run, lambda: find_local_gpu_ids(num_local_devices)),
+        feed_trackers(run, recipe.trackers),
+        tasks,
+    ):
+        opening_events = prepared.opening_events()
+        return supervise_until_done(
+            agent, world_size, command, prepared.first_attempt, opening_events, adjust_outcome=finish_tasks
+        )
 
 
 def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], None]) -> RunOutcome:

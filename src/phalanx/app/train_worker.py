@@ -49,6 +49,8 @@ def train_as_worker(arguments: TrainArguments, observer: TrainObserver) -> ExitC
             payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": arguments.force}
             announce_run(dist_env, RunAnnouncement(os.path.realpath(run.path), prepared.first_attempt))
         observer.show_prepared(prepared)
+        if prepared.recipe.evaluation.tasks:
+            prepared.notes.append("evaluation.tasks are not scored without an agent: use `phalanx evaluate --tasks`")
         with contextlib.closing(EventLog(run.events)) as event_log:
             for event in prepared.opening_events():
                 event_log.write(event)

@@ -16,6 +16,7 @@ from phalanx.run.event_types import (
     RunEnded,
     RunWarning,
     StragglerDetected,
+    TasksEvaluated,
     WorkerFailure,
 )
 
@@ -58,6 +59,8 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
                 f"evaluation at step {event.step}: validation loss {formatting.format_loss(event.loss)} "
                 f"on {formatting.format_plural(event.num_samples, 'sample')}{listed}{best}"
             )
+        case TasksEvaluated():
+            return f"tasks at step {event.step}: {describe_scores(event)}"
         case CheckpointSaved():
             return (
                 f"saved checkpoint at step {event.step} ({formatting.format_bytes(event.size_bytes)}, "
@@ -89,6 +92,14 @@ def describe_event(event: Event, world_size: int, step: int, total_steps: int) -
             return f"{ended}: {event.step} of {formatting.format_plural(total_steps, 'step')}{reason}"
         case _:
             return ""
+
+
+def describe_scores(event: TasksEvaluated) -> str:
+    """Format the scores of tasks with their standard errors."""
+    errors = {name: f" ± {formatting.format_significant(error, 2)}" for name, error in event.standard_errors.items()}
+    return ", ".join(
+        f"{name} {formatting.format_loss(value)}{errors.get(name, '')}" for name, value in event.metrics.items()
+    )
 
 
 def stall(seconds: float) -> str:

@@ -26,6 +26,7 @@ from phalanx.run.event_types import (
     RunEnded,
     RunEvent,
     StepDone,
+    TasksEvaluated,
     WorkerFailure,
     WorkerStarted,
 )
@@ -131,6 +132,12 @@ class RunHistory:
     def of(self, kind: type[EventT]) -> list[EventT]:
         """The other events of a kind."""
         return [event for _, event in self.others if isinstance(event, kind)]
+
+    @property
+    def task_scores(self) -> tuple[TasksEvaluated, ...]:
+        """The newest scores of `evaluation.tasks` for each step, ascending."""
+        by_step = {event.step: event for event in self.of(TasksEvaluated)}
+        return tuple(by_step[step] for step in sorted(by_step))
 
     @property
     def mean_world_size(self) -> float:

@@ -39,6 +39,7 @@ from phalanx.run.event_types import (
     NonFiniteStep,
     RunWarning,
     StragglerDetected,
+    TasksEvaluated,
     WorkerFailure,
 )
 from phalanx.run.fields import read_as
@@ -65,6 +66,8 @@ class LossSummary:
     """Samples of the last evaluation."""
     metrics: dict[str, float] | None = None
     """Metrics of the last evaluation."""
+    tasks: tuple[TasksEvaluated, ...] = ()
+    """Scores of `evaluation.tasks`, by step."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, as last estimated; None until enough steps have added to the estimate."""
 
@@ -296,6 +299,7 @@ def _summarize_loss(history: RunHistory) -> LossSummary:
         validation_best_step=best[1] if best else None,
         num_validation_samples=evals[-1].num_samples if evals else None,
         metrics={name: as_float(value) for name, value in evals[-1].metrics.items()} if evals else None,
+        tasks=history.task_scores,
         noise_scale=metrics.last_noise_scale(steps),
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from phalanx import formatting
 from phalanx.observe.energy_cost import JOULES_PER_KWH, CostSummary, EnergySummary
+from phalanx.observe.event_messages import describe_scores
 from phalanx.observe.goodput import DeviceTime, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
@@ -119,6 +120,8 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
         )
     if loss.noise_scale is not None:
         facts.append(("noise scale", describe_noise_scale(loss.noise_scale, summary.run_info.global_batch)))
+    if loss.tasks:
+        facts.append((f"tasks, step {loss.tasks[-1].step}", describe_scores(loss.tasks[-1])))
     if loss.validation_last is None:
         facts.append(("validation", "not evaluated"))
         return facts

@@ -138,6 +138,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
         num_groups = recipe.parallelism.replicate * recipe.parallelism.shard
     if recipe.evaluation.early_stop is not None and recipe.evaluation.every is None:
         yield "evaluation.early_stop", "needs evaluations, and evaluation.every is null: give a number of steps"
+    if recipe.evaluation.tasks and huggingface_location(recipe.model.build) is None:
+        yield "evaluation.tasks", f"needs a model of transformers, for lm-eval: model.build: {HF_PREFIX}PATH"
     yield from _sources(recipe)
     yield from _mixture(recipe.data)
     lr_scaling = recipe.optimizer.lr_scaling

@@ -236,7 +236,9 @@ class EvaluationConfig(ConfigModel):
     """Steps between two evaluations; null: never."""
     holdout_fraction: Fraction = 0.01
     """Fraction of the samples that is never trained on."""
-    max_samples: Count = Field(512, description="At most this many samples of the validation set are scored.")
+    max_samples: Count = Field(
+        512, description="At most this many samples of the validation set, and of each of `tasks`, are scored."
+    )
     source: DataSource | None = None
     """Separate validation data, instead of a fraction of the training data."""
     weights: Literal["model", "ema"] = "model"
@@ -245,6 +247,14 @@ class EvaluationConfig(ConfigModel):
     early_stop: EarlyStopConfig | None = Field(
         None, description="End the run when the model no longer improves on the validation set. null: never."
     )
+    tasks: list[str] = Field(
+        default_factory=list,
+        description="Tasks of lm-eval, or their YAML files, on which checkpoints are scored by another process while "
+        "training continues; with `model.build: hf:PATH`.",
+    )
+    tasks_every: StepCount | None = None
+    """Score the first checkpoint of every N steps on `tasks`; null: each, unless one is still being scored. The last
+    one is always scored."""
 
 
 def list_sources(data: DataConfig, evaluation: EvaluationConfig) -> list[DataSource]:

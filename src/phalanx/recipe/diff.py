@@ -18,6 +18,8 @@ KEYS_FREE_ON_RESUME = (
     "callbacks",
     "evaluation.every",
     "evaluation.max_samples",
+    "evaluation.tasks",
+    "evaluation.tasks_every",
     "parallelism",
     "device",
 )

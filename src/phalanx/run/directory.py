@@ -63,6 +63,8 @@ class Run:
     events = _PathOf("events.jsonl")
     logs = _PathOf("logs")
     checkpoints = _PathOf("checkpoints")
+    evaluating = _PathOf("checkpoints/evaluating.json")
+    """The step of the checkpoint that `evaluation.tasks` reads, which stays meanwhile."""
     store = _PathOf("store.json")
     """The file of a local scratch directory that says which URL is the run."""
     telemetry = _PathOf("telemetry")
@@ -160,6 +162,11 @@ class Run:
             return read_json(path, follow_links=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def list_steps_in_evaluation(self) -> list[int]:
+        """The step of the checkpoint that `evaluation.tasks` reads, if any."""
+        step = self.read_json_or_empty(self.evaluating).get("step")
+        return [step] if isinstance(step, int) else []
 
     def describe_damage(self) -> list[str]:
         """Return one sentence for each optional file of the run that is damaged."""

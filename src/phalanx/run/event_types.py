@@ -134,6 +134,16 @@ class EvaluationDone(RunEvent, kind="evaluation"):
     is_best: bool
 
 
+class TasksEvaluated(RunEvent):
+    """The checkpoint of `step` was scored on `evaluation.tasks` by another process, which took `duration_s`. `metrics`
+    are TASK/METRIC, None where they are not finite; `standard_errors` of those that have one."""
+
+    step: int
+    metrics: dict[str, float | None]
+    standard_errors: dict[str, float]
+    duration_s: float
+
+
 class CheckpointSaved(RunEvent):
     """A checkpoint is complete on disk. `path` is relative to the run directory. The save took `duration_s` in the
     background; training waited for `stall_s` of it."""
@@ -278,6 +288,7 @@ Event = (
     | StepDone
     | EvaluationProgress
     | EvaluationDone
+    | TasksEvaluated
     | CheckpointSaved
     | CheckpointUploaded
     | CheckpointFailed

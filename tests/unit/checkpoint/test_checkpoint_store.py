@@ -15,10 +15,10 @@ from checkpoints import state
 from phalanx.recipe.schema import AdapterConfig, OptimizerConfig, Parallelism
 from phalanx.storage.store import Store
 from phalanx.train.adapters.lora import add_adapters
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoredCheckpoint, StoreDestination
 from phalanx.train.checkpoint.format import CorruptCheckpointError
 from phalanx.train.checkpoint.load_plan import get_local_state
-from phalanx.train.checkpoint.save import OwnedTensors
+from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
@@ -83,6 +83,18 @@ def test_retention_keeps_the_newest_and_the_best_and_their_blocks(bucket: Path) 
         save_to_store(saver, step, state(seed=step), best_loss=loss)
     assert whole_steps(bucket) == [5, 4, 2]
     assert block_names(bucket) == named_blocks(checkpoints, 5, 4, 2)
+
+
+def test_retention_keeps_the_checkpoint_in_use_and_its_blocks(bucket: Path) -> None:
+    checkpoints, in_use = open_checkpoints(bucket), [1]
+    saver = CheckpointSaver(StoreDestination(checkpoints, 0, 1, 0, 1, lambda: in_use))
+    for step in (1, 2, 3):
+        save_to_store(saver, step, state(seed=step))
+    assert whole_steps(bucket) == [3, 1]
+    assert block_names(bucket) == named_blocks(checkpoints, 3, 1)
+    in_use.clear()
+    save_to_store(saver, 4, state(seed=4))
+    assert whole_steps(bucket) == [4]
 
 
 def test_blocks_of_a_save_that_was_cut_are_used_and_those_left_are_removed(bucket: Path) -> None:

@@ -96,6 +96,21 @@ def test_the_best_checkpoint_is_kept_and_recorded(
     assert steps_on_disk(run) == kept
 
 
+def test_the_checkpoint_that_tasks_are_evaluated_on_stays_until_that_ends(run: Run) -> None:
+    saving = make_saving(run, [], keep=1)
+    save(saving, 1)
+    run.evaluating.write_text('{"step": 1}')
+    save(saving, 2)
+    save(saving, 3)
+    saving.close()
+    assert steps_on_disk(run) == [1, 3]
+    run.evaluating.unlink()
+    again = make_saving(run, [], keep=1)
+    save(again, 4)
+    again.close()
+    assert steps_on_disk(run) == [4]
+
+
 def test_a_run_that_goes_on_makes_room_for_a_smaller_keep_before_its_first_save(run: Run) -> None:
     before = make_saving(run, [], keep=4)
     for step, best in ((3, 0.5), (6, None), (9, None), (12, None)):

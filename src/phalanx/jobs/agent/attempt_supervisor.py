@@ -175,6 +175,7 @@ class AttemptSupervisor:
             if leader.clock() - last_check >= CHECK_INTERVAL_S:
                 last_check = leader.clock()
                 self._check(last_check)
+                leader.on_check()
 
     def _check(self, now: float) -> None:
         """Look for what sends no message: a process that is gone or stopped, a hang, a node that fell silent."""

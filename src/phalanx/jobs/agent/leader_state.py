@@ -80,6 +80,8 @@ class LeaderState:
         """For a run that may train on fewer nodes than it has; None: all of them take part."""
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
+        self.on_check: Callable[[], None] = lambda: None
+        """Called about once a second while workers run."""
         self.stopping = False
         self.stopping_since = 0.0  # when the first stop request arrived
         self.force_stop = False  # a second stop request arrived

@@ -15,6 +15,8 @@ from phalanx.run.event_types import CheckpointSaved, NonFiniteStep
 
 MIN_STEPS_TO_SMOOTH = 20
 _MAX_MARKS = 80
+_TASK_COLORS = ("train", "validation", "optimizer", "grad-sync", "checkpoint-stall", "data-wait", "backward", "other")
+"""One for each task in a chart; more tasks are not shown: of a group the scores of the whole come first."""
 
 
 def build_run_charts(summary: RunSummary, history: RunHistory) -> list[Chart]:
@@ -53,6 +55,7 @@ class _RunCharts:
         if np.isfinite(speed).any():
             yield self.values_from_zero("Speed", speed, restarts, unit=f"{self.summary.speed.unit}/s")
             yield self.step_time(restarts)
+        yield from self.task_scores(restarts)
 
     @property
     def x_range(self) -> tuple[float, float]:
@@ -72,6 +75,20 @@ class _RunCharts:
         values = [line.y for line in series]
         y_range = log_range(values) if log else linear_range(values)
         return Chart("Loss", series, self.x_range, y_range, marks, log=log, wide=True)
+
+    def task_scores(self, marks: Sequence[ChartMark]) -> Iterator[Chart]:
+        """A chart for each metric of `evaluation.tasks`."""
+        scored = self.history.task_scores
+        names = dict.fromkeys(name for event in scored for name in event.metrics)
+        at = np.array([float(event.step) for event in scored])
+        for metric in dict.fromkeys(name.partition("/")[2] for name in names):
+            shown = [name for name in names if name.partition("/")[2] == metric]
+            lines = [np.array([as_float(event.metrics.get(name)) for event in scored]) for name in shown]
+            series = [
+                ChartSeries(name.partition("/")[0], at, line, color, "dots")
+                for name, line, color in zip(shown, lines, _TASK_COLORS, strict=False)
+            ]
+            yield Chart(f"Tasks: {metric}", series, self.x_range, linear_range(lines), marks)
 
     def values_from_zero(
         self, title: str, y: Floats, marks: Sequence[ChartMark], unit: str = "", log: bool = False

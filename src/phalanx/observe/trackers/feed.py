@@ -7,15 +7,16 @@ later step may be done again after a restart.
 import contextlib
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from phalanx.errors import DataError, UsageError
-from phalanx.observe.history import STEP_COMPONENTS
+from phalanx.observe.history import STEP_COMPONENTS, as_float
 from phalanx.observe.progress import RunFacts, read_run_facts
 from phalanx.observe.run_info import read_resolved_recipe
-from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker, make_own_folder
+from phalanx.observe.trackers.tracker import TASK_PREFIX, MetricRow, TrackedRun, Tracker, make_own_folder
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import (
@@ -25,6 +26,7 @@ from phalanx.run.event_types import (
     Event,
     RunEnded,
     StepDone,
+    TasksEvaluated,
     WorkerFailure,
 )
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
@@ -33,6 +35,8 @@ NO_STEP = -1
 """Before any step: evaluations before training are of step 0."""
 PHASE_METRICS = tuple(f"time/{phase}_s" for phase in STEP_COMPONENTS)
 """Metrics of StepPhases, in its order. Made once: many rows may be held."""
+NOT_IN_NAMES = re.compile(r"[^-\w./: ]")
+"""What MLflow allows in no name of a metric."""
 
 
 class StepRows:
@@ -45,6 +49,8 @@ class StepRows:
         self.num_faults = self.num_restarts = 0
         self.last_fault = ""
         self._rows: dict[int, MetricRow] = {}
+        self.late_rows: list[MetricRow] = []
+        """Scores of tasks that came after the row of their step was sent."""
         self._world_size, self._speed_metric = 1, f"train/{facts.unit}_per_s"
         self.can_take_back = False
         """Whether steps that were sent and are done again are sent again."""
@@ -60,6 +66,8 @@ class StepRows:
             self.newest_step, self.status = event.step, None
         elif isinstance(event, EvaluationDone):
             self._add_evaluation(event)
+        elif isinstance(event, TasksEvaluated):
+            self._add_scores(event)
         elif isinstance(event, CheckpointSaved):
             self.durable_step = max(self.durable_step, event.step)
         elif isinstance(event, WorkerFailure):
@@ -131,6 +139,16 @@ class StepRows:
         scores = {"loss": event.loss, **event.metrics}
         metrics = {f"val/{name}": math.nan if value is None else value for name, value in scores.items()}
         self._add_row(event.step, event.time, metrics)
+
+    def _add_scores(self, event: TasksEvaluated) -> None:
+        """Add the scores of tasks, which come when training is steps ahead."""
+        metrics = {
+            f"{TASK_PREFIX}{NOT_IN_NAMES.sub('', name)}": as_float(value) for name, value in event.metrics.items()
+        }
+        if event.step in self._rows:
+            self._add_row(event.step, event.time, metrics)
+        else:
+            self.late_rows.append(MetricRow(event.step, event.time, metrics))
 
     def _add_row(self, step: int, time: float, metrics: dict[str, float]) -> None:
         if step <= self.sent_step:
@@ -229,6 +247,8 @@ class TrackerFeed:
         is_new = self._num_events > self.state.num_events  # else an earlier process has sent its effects
         self.rows.can_take_back = is_new and self._tracker.supersedes
         kept_step = self.rows.add_event(event)
+        if not is_new:
+            self.rows.late_rows.clear()
         if kept_step is not None and self.rows.can_take_back:
             self._drop_from = kept_step + 1 if self._drop_from is None else min(kept_step + 1, self._drop_from)
 
@@ -238,6 +258,10 @@ class TrackerFeed:
         if self._drop_from is not None:
             self._tracker.drop_steps_from(self._drop_from)
             self._drop_from = None
+        if self.rows.late_rows:
+            self._tracker.log_late_rows(self.rows.late_rows)
+            self.rows.late_rows.clear()
+            self._write_state(replace(self.state, num_events=self._num_events))
         last_step = self.rows.newest_step if self._tracker.supersedes else self.rows.final_step
         rows = self.rows.take_rows(last_step)
         while rows:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.errors import UsageError
 from phalanx.observe.run_info import flatten_keys
-from phalanx.observe.trackers.tracker import MetricRow, TrackedRun, Tracker, describe_problem, make_own_folder
+from phalanx.observe.trackers.tracker import (
+    TASK_PREFIX,
+    MetricRow,
+    TrackedRun,
+    Tracker,
+    describe_problem,
+    make_own_folder,
+)
 from phalanx.run import Run
 from phalanx.run.boot_clock import unix_now
 
@@ -85,6 +92,10 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
 
+TASK_STEP = f"{TASK_PREFIX}step"
+"""Metric of W&B over which it shows the scores of tasks."""
+
+
 class WandbTracker(Tracker):
     """A run of W&B, online, or offline in the run directory, as WANDB_MODE says. A step cannot be replaced."""
 
@@ -94,6 +105,7 @@ class WandbTracker(Tracker):
         self._tracked_run: TrackedRun | None = None
         self._run: wandb.Run | None = None
         self._location = ""
+        self._sent_step = 0
 
     def open(self, tracked_run: TrackedRun) -> int:
         """Create or resume the run. The server says how far it is; offline nothing does but the feed's own record."""
@@ -101,6 +113,7 @@ class WandbTracker(Tracker):
         directory = make_own_folder(tracked_run.path / "wandb")
         run = self._session()
         self._location = str(directory) if run.offline else str(run.url)
+        self._sent_step = max(0, tracked_run.sent_step)
         return tracked_run.sent_step if run.offline else run.step - 1
 
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
@@ -108,9 +121,18 @@ class WandbTracker(Tracker):
         run = self._session()
         for row in rows:
             values: dict[str, Any] = {**row.metrics, "_timestamp": row.time}
+            if any(name.startswith(TASK_PREFIX) for name in row.metrics):
+                values[TASK_STEP] = row.step
             run.log(values, step=row.step)
+            self._sent_step = row.step
         if run.offline:
             self.close(None)
+
+    def log_late_rows(self, rows: Sequence[MetricRow]) -> None:
+        """Send rows with the newest step, since a run's steps only increase; TASK_STEP is theirs."""
+        run = self._session()
+        for row in rows:
+            run.log({**row.metrics, TASK_STEP: row.step}, step=max(run.step, self._sent_step))
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set them in the summary."""
@@ -147,6 +169,7 @@ class WandbTracker(Tracker):
                     disable_code=True,
                 ),
             )
+            self._run.define_metric(f"{TASK_PREFIX}*", step_metric=TASK_STEP)
         return self._run
 
 

@@ -21,6 +21,8 @@ LIBRARY_DEFAULTS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 """Environment variables of the trackers' libraries, unless they are set."""
+TASK_PREFIX = "tasks/"
+"""How the names of metrics of `evaluation.tasks` begin."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Tracker(ABC):
     @abstractmethod
     def log_rows(self, rows: Sequence[MetricRow]) -> None:
         """Send rows, each of a step above those before it."""
+
+    def log_late_rows(self, rows: Sequence[MetricRow]) -> None:
+        """Send rows of steps that were sent before, with other metrics."""
+        self.log_rows(rows)
 
     def drop_steps_from(self, step: int) -> None:
         """Take back everything of `step` and later steps."""

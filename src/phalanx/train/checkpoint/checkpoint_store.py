@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -317,10 +317,13 @@ class _KeptCheckpoint(NamedTuple):
 
 class StoreRetention:
     """Removes old checkpoints of a store, on the worker that commits: all but the `keep` newest (None: all stay) and
-    the best, which is the first with the lowest validation loss. Then the blocks that no other checkpoint has."""
+    the best, which is the first with the lowest validation loss, and those `in_use`. Then the blocks that no other
+    checkpoint has."""
 
-    def __init__(self, checkpoints: CheckpointStore, keep: int | None):
-        self._checkpoints, self._keep = checkpoints, keep
+    def __init__(
+        self, checkpoints: CheckpointStore, keep: int | None, in_use: Callable[[], Collection[int]] = lambda: ()
+    ):
+        self._checkpoints, self._keep, self._in_use = checkpoints, keep, in_use
         self._whole: dict[int, _KeptCheckpoint | None] = {}
         self.must_sweep = True
         """Whether a save was cut, so that there may be blocks of no checkpoint."""
@@ -341,7 +344,7 @@ class StoreRetention:
         self._whole.pop(committed, None)
         self._whole = {step: self._whole.get(step) or self._describe(step) for step in steps}
         whole = {step: each for step, each in self._whole.items() if each is not None}
-        kept = {committed, *list(whole)[:keep]}
+        kept = {committed, *list(whole)[:keep], *self._in_use()}
         if (best := find_best_step({step: each.best_loss for step, each in whole.items()})) is not None:
             kept.add(best)
         doomed = [step for step in steps if step not in kept and (step in whole or step < committed)]
@@ -367,10 +370,18 @@ class StoreDestination:
     """The destination of one rank's shards at a URL. `attempt`, the same on all ranks, separates its records from
     those of an earlier attempt."""
 
-    def __init__(self, checkpoints: CheckpointStore, rank: int, world_size: int, attempt: int, keep: int):
+    def __init__(
+        self,
+        checkpoints: CheckpointStore,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        keep: int,
+        in_use: Callable[[], Collection[int]] = lambda: (),
+    ):
         self.rank = rank
         self._checkpoints, self._world_size, self._attempt = checkpoints, world_size, attempt
-        self._retention = StoreRetention(checkpoints, keep)
+        self._retention = StoreRetention(checkpoints, keep, in_use)
         self._good_step: int | None = None
         self._known: KnownBlocks | None = None
         self._written: set[str] | None = None

@@ -16,15 +16,18 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.errors import ExitCode, PhalanxError, UsageError, describe_os_error, is_storage_error
 from phalanx.recipe.schema import CheckpointConfig
+from phalanx.run import Run
 from phalanx.run.event_types import CheckpointFailed, CheckpointSaved, InMemoryCheckpointSaved, RunWarning
 from phalanx.run.in_memory_checkpoint import delete_history, record_checkpoint, truncate_history
-from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
+from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination, StoreRetention
 from phalanx.train.checkpoint.durable import DurableDirectory, Retention
 from phalanx.train.checkpoint.format import format_checkpoint_name
 from phalanx.train.checkpoint.in_memory.format import NUM_TENSORS_KEY
@@ -118,7 +121,7 @@ class Checkpointer:
         who = (dist_env.rank, dist_env.world_size, dist_env.attempt)
         self._store: StoreDestination | None = None
         if (url := self._run.store_url) is not None:
-            self._store = StoreDestination(CheckpointStore(url), *who, config.keep)
+            self._store = StoreDestination(CheckpointStore(url), *who, config.keep, self._run.list_steps_in_evaluation)
         self._durable_saver = CheckpointSaver(
             self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
         )
@@ -409,3 +412,15 @@ class Checkpointer:
             self._copies.roll_back(step)
         except UsageError as error:
             self._turn_copies_off(str(error))
+
+
+def remove_old_checkpoints(payload: Mapping[str, Any]) -> None:
+    """Remove the old checkpoints of a `run` that has ended: all but the `keep` newest, that of `step` and the best. The
+    fork server calls it."""
+    run = Run(Path(payload["run"]))
+    if run.store_url is not None:
+        StoreRetention(CheckpointStore(run.store_url), payload["keep"]).apply(payload["step"])
+        return
+    retention = Retention(run, payload["keep"], lambda event: None)
+    retention.remove_old(payload["step"])
+    retention.close()

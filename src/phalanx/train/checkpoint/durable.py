@@ -264,7 +264,7 @@ class Retention:
     def _apply(self, step: int, in_use: Collection[int]) -> None:
         discard_abandoned(self._run.checkpoints, step)
         best = self._run.read_json_or_empty(best_checkpoint_file(self._run)).get("step")
-        protected = [step, *in_use, *([best] if isinstance(best, int) else [])]
+        protected = [step, *in_use, *self._run.list_steps_in_evaluation(), *([best] if isinstance(best, int) else [])]
         apply_retention(self._run.checkpoints, self._keep, protected)
 
     def _report_failures(self) -> None:

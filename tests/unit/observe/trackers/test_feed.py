@@ -8,7 +8,7 @@ from fake_tracker import FakeHoldingTracker, FakeServer, FakeTracker, GrowingRun
 from made_events import made
 from phalanx.errors import UsageError
 from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.run.event_types import EvaluationDone, NonFiniteStep, WorkerFailure
+from phalanx.run.event_types import EvaluationDone, NonFiniteStep, TasksEvaluated, WorkerFailure
 
 
 class FedRun(GrowingRun):
@@ -125,6 +125,26 @@ def test_an_evaluation_after_its_checkpoint_is_sent_once_also_when_a_restart_rep
     one.send_new()
     assert growing.server.values("val/loss") == [(4, 2.0)]
     assert growing.server.values("val/accuracy") == [(4, 0.5)]
+
+
+@pytest.mark.parametrize("kind", [FakeTracker, FakeHoldingTracker])
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_scores_of_tasks_that_come_late_are_sent_once_at_their_step(
+    growing: FedRun, kind: type[FakeTracker], every: int
+) -> None:
+    scores = made(TasksEvaluated, step=4, metrics={"gsm8k/exact (strict)": 0.25, "gsm8k/ppl": None}, standard_errors={})
+    growing.start().train(1, 4).save(4).train(5, 6).add(scores).train(7, 8).save(8).end(8)
+    growing.add(made(TasksEvaluated, step=8))
+    lines = growing.run.events.read_text().splitlines(keepends=True)
+    growing.run.events.write_text("")
+    for start in range(0, len(lines), every):
+        with open(growing.run.events, "a") as file:
+            file.writelines(lines[start : start + every])
+        growing.feed(kind).send_new()
+    assert growing.server.values("tasks/gsm8k/exact strict") == [(4, 0.25)]
+    assert growing.server.values("tasks/gsm8k/acc") == [(8, 0.25)]
+    assert [step for step, _ in growing.server.values("tasks/gsm8k/ppl")] == [4]
+    assert growing.sent_steps() == list(range(1, 9))
 
 
 def test_a_tracker_that_was_down_gets_everything_when_it_is_back(growing: FedRun) -> None:
