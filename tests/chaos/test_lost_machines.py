@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run import Event, Run, read_events
-from phalanx.run.event_types import AttemptStarted, RunEnded
+from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
 from phalanx.storage.run_objects import find_local_directory
 from run_nodes import Nodes, make_nodes
 from train_harness import TrainHarness, Values, plan_fault, wait_until, write_faults
@@ -208,3 +208,21 @@ def test_a_leader_that_was_cut_off_without_a_shared_disk_stops_when_another_node
     reference = lab.train_reference(three_nodes.changes, nproc=3)
     assert sum(f"digest   {reference.digest}" in output for output in outputs) == 1, outputs
     assert list_world_sizes(lab, url) == [3, 2]
+
+
+def test_a_leader_that_is_asked_to_go_hands_over_at_once_without_a_shared_disk(
+    lab: TrainHarness, three_nodes: Nodes, url: str, tmp_path: Path
+) -> None:
+    three_nodes.changes = {**three_nodes.changes, "steps": 40}
+    leader, *members = (start_node(three_nodes, rank, tmp_path) for rank in range(3))
+    wait_until(lambda: list(stored(tmp_path, "checkpoints").glob("*/MANIFEST.json")), 150, "a checkpoint")
+    leader.send_signal(signal.SIGTERM)
+    _, errors = leader.communicate(timeout=100)
+    assert leader.returncode == ExitCode.UNFINISHED, errors
+    (tmp_path / "fast").touch()
+    outputs = [node.communicate(timeout=100)[1] for node in members]
+    assert [node.returncode for node in members] == [ExitCode.DONE] * 2, outputs
+    events = read_stored_events(lab, url)
+    assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, 41))
+    reference = lab.train_reference(three_nodes.changes, nproc=3)
+    assert sum(f"digest   {reference.digest}" in output for output in outputs) == 1, outputs
