@@ -1,7 +1,9 @@
 """`--run URL` when processes, nodes and machines are lost: any machine resumes the run, one at a time."""
 
+import os
 import signal
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -9,9 +11,9 @@ import pytest
 
 from phalanx.errors import ExitCode
 from phalanx.run import Event, Run, read_events
-from phalanx.run.event_types import AttemptStarted, RunEnded
+from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
 from phalanx.storage.run_objects import find_local_directory
-from run_nodes import make_nodes
+from run_nodes import Nodes, make_nodes
 from train_harness import TrainHarness, Values, plan_fault, wait_until, write_faults
 
 SMALL: Values = {"steps": 8, "evaluation": {"every": None}, "callbacks": []}
@@ -34,6 +36,12 @@ def read_stored_events(lab: TrainHarness, url: str) -> list[Event]:
 
 def list_attempts(lab: TrainHarness, url: str) -> list[int]:
     return [event.attempt for event in read_stored_events(lab, url) if isinstance(event, AttemptStarted)]
+
+
+def age_lease(tmp_path: Path) -> None:
+    """Make the lease one that was not renewed for a minute, by the clock of the store."""
+    (lease,) = stored(tmp_path, "lease").glob("*.json")
+    os.utime(lease, (0, 0))
 
 
 def plan_faults_of(url: str, cache: Path, faults: Sequence[Values]) -> None:
@@ -130,3 +138,91 @@ def test_two_nodes_without_a_shared_disk_lose_one_and_end_in_the_undisturbed_bit
     assert ended.code == ExitCode.DONE, ended.message
     assert f"digest   {reference.digest}" in str(ended.message)
     assert "training on 1 of 2 nodes" in str(ended.message)
+
+
+def list_world_sizes(lab: TrainHarness, url: str) -> list[int]:
+    return [event.world_size for event in read_stored_events(lab, url) if isinstance(event, AttemptStarted)]
+
+
+@pytest.fixture
+def three_nodes(lab: TrainHarness, url: str, tmp_path: Path) -> Iterator[Nodes]:
+    """Nodes with a local directory each, in a run at a URL that is slow until the file `fast` is there."""
+    nodes = make_nodes(lab, tmp_path)
+    nodes.changes, nodes.location = {"determinism": "elastic", "steps": 150}, url
+    nodes.count, nodes.num_nodes = 3, "1:3"
+    for rank in range(3):
+        slow = plan_fault(1, "slow", delay=0.3, attempt=None, until=str(tmp_path / "fast"))
+        plan_faults_of(url, tmp_path / f"node-{rank}", [slow])
+    with nodes.stack:
+        yield nodes
+
+
+def start_node(nodes: Nodes, rank: int, tmp_path: Path) -> "subprocess.Popen[str]":
+    """The first leader has an address of its own: a port of a process that is paused is not free."""
+    variables = {"PHALANX_CACHE_DIR": str(tmp_path / f"node-{rank}"), "PHALANX_LEADER_ADDR": f"127.0.0.2:{nodes.port}"}
+    return nodes.start(rank, **variables)
+
+
+def test_another_node_leads_without_a_shared_disk_and_the_lost_one_returns_as_a_node(
+    lab: TrainHarness, three_nodes: Nodes, url: str, tmp_path: Path
+) -> None:
+    leader, *members = (start_node(three_nodes, rank, tmp_path) for rank in range(3))
+    wait_until(lambda: list(stored(tmp_path, "checkpoints").glob("*/MANIFEST.json")), 150, "a checkpoint")
+    wait_until(lambda: list_world_sizes(lab, url) == [3], 100, "events")
+    leader.kill()
+    leader.wait()
+    age_lease(tmp_path)
+    wait_until(lambda: list_world_sizes(lab, url) == [3, 2], 100, "an attempt without it")
+    returned = start_node(three_nodes, 0, tmp_path)
+    wait_until(lambda: list_world_sizes(lab, url) == [3, 2, 3], 100, "an attempt with it")
+    (tmp_path / "fast").touch()
+    outputs = [node.communicate(timeout=150)[1] for node in (*members, returned)]
+    assert [node.returncode for node in (*members, returned)] == [ExitCode.DONE] * 3, outputs
+    assert sum("this node leads the run now" in output for output in outputs) == 1, outputs
+    reference = lab.train_reference(three_nodes.changes, nproc=3)
+    assert sum(f"digest   {reference.digest}" in output for output in outputs) == 1, outputs
+    assert not list(stored(tmp_path, "lease").glob("*"))
+
+
+def test_a_leader_that_was_cut_off_without_a_shared_disk_stops_when_another_node_leads(
+    lab: TrainHarness, three_nodes: Nodes, url: str, tmp_path: Path
+) -> None:
+    """Its machine is paused meanwhile."""
+    leader, *members = (start_node(three_nodes, rank, tmp_path) for rank in range(3))
+    wait_until(lambda: list(stored(tmp_path, "checkpoints").glob("*/MANIFEST.json")), 150, "a checkpoint")
+    wait_until(lambda: list_world_sizes(lab, url) == [3], 100, "events")
+    agent = psutil.Process(leader.pid)
+    machine = [agent, *agent.children(recursive=True)]
+    for process in machine:
+        process.suspend()
+    age_lease(tmp_path)
+    wait_until(lambda: list_world_sizes(lab, url) == [3, 2], 100, "an attempt without it")
+    for process in machine:
+        process.resume()
+    _, errors = leader.communicate(timeout=100)
+    assert leader.returncode == ExitCode.UNFINISHED, errors
+    assert f"{url}: another process has" in errors
+    (tmp_path / "fast").touch()
+    outputs = [node.communicate(timeout=150)[1] for node in members]
+    assert [node.returncode for node in members] == [ExitCode.DONE] * 2, outputs
+    reference = lab.train_reference(three_nodes.changes, nproc=3)
+    assert sum(f"digest   {reference.digest}" in output for output in outputs) == 1, outputs
+    assert list_world_sizes(lab, url) == [3, 2]
+
+
+def test_a_leader_that_is_asked_to_go_hands_over_at_once_without_a_shared_disk(
+    lab: TrainHarness, three_nodes: Nodes, url: str, tmp_path: Path
+) -> None:
+    three_nodes.changes = {**three_nodes.changes, "steps": 40}
+    leader, *members = (start_node(three_nodes, rank, tmp_path) for rank in range(3))
+    wait_until(lambda: list(stored(tmp_path, "checkpoints").glob("*/MANIFEST.json")), 150, "a checkpoint")
+    leader.send_signal(signal.SIGTERM)
+    _, errors = leader.communicate(timeout=100)
+    assert leader.returncode == ExitCode.UNFINISHED, errors
+    (tmp_path / "fast").touch()
+    outputs = [node.communicate(timeout=100)[1] for node in members]
+    assert [node.returncode for node in members] == [ExitCode.DONE] * 2, outputs
+    events = read_stored_events(lab, url)
+    assert [event.step for event in events if isinstance(event, StepDone)] == list(range(1, 41))
+    reference = lab.train_reference(three_nodes.changes, nproc=3)
+    assert sum(f"digest   {reference.digest}" in output for output in outputs) == 1, outputs

@@ -26,7 +26,7 @@ from phalanx.recipe.checks import num_workers_for
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run.authentication import load_token
 from phalanx.run.control_channel import ControlServer, connect_to_leader
-from phalanx.run.leader_address import claim_leadership, read_leader_address
+from phalanx.run.leader_address import SharedLeadership
 from phalanx.run.node_env import NodeEnv
 from phalanx.storage.stored_run import keep_at_url
 from phalanx.telemetry.record import record_telemetry
@@ -85,15 +85,18 @@ def is_led_by_another(arguments: TrainArguments, node_env: NodeEnv) -> bool:
         return False
     run = arguments.find_run(arguments.load_recipe().recipe.name)
     deadline = Deadline("the leader of this run", LEADER_START_TIMEOUT_S)
-    while (leader := read_leader_address(run)) is not None and leader.node_rank != node_env.node_rank:
-        try:
-            connect_to_leader(leader.address, load_token()).close()
-            return True
-        except OSError:
-            assert node_env.leader_address is not None
-            if claim_leadership(run, leader, node_env.leader_address, node_env.node_rank) or deadline.check_expired():
-                return False
-        time.sleep(CONNECT_RETRY_INTERVAL_S)  # another node has taken over just now
+    with keep_at_url(run, leads=False, writes=False) as stored:
+        leadership = stored or SharedLeadership(run)
+        while (leader := leadership.read_leader()) is not None and leader.node_rank != node_env.node_rank:
+            try:
+                connect_to_leader(leader.address, load_token()).close()
+                return True
+            except OSError:
+                assert node_env.leader_address is not None
+                is_own = leadership.claim(leader, node_env.leader_address, node_env.node_rank)
+                if is_own or deadline.check_expired():
+                    return False
+            time.sleep(CONNECT_RETRY_INTERVAL_S)  # another node has taken over just now
     return False
 
 

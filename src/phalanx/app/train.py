@@ -21,7 +21,7 @@ from phalanx.recipe import Recipe
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run
 from phalanx.run.directory import check_run_path
-from phalanx.run.leader_address import lock_leadership, read_leader_address, write_leader_address
+from phalanx.run.leader_address import LeaderAddress, lock_leadership, read_leader_address, write_leader_address
 from phalanx.run.node_env import NodeEnv
 from phalanx.storage.stored_run import StoredRun, keep_at_url
 
@@ -121,6 +121,8 @@ def train_run(
     node_env = node_env or NodeEnv()
     loaded.check_required()
     lock_timeout_s = LOCK_TIMEOUT_S if node_env.num_nodes > 1 else 0.0
+    own_address = None if node_env.min_nodes is None else node_env.leader_address
+    leader = None if own_address is None else LeaderAddress(*own_address, node_env.node_rank, 0, run.location)
 
     def train_kept(stored: StoredRun | None) -> RunOutcome | None:
         check_run_path(run.path)
@@ -144,13 +146,13 @@ def train_run(
             if dry_run:
                 node_group.exit_code = ExitCode.DONE
                 return None
-            if node_env.min_nodes is not None:
+            if leader is not None and stored is None:
                 _lead(run, node_env, stack)
             outcome = supervise_run(prepared, server, observer.show_event, force, node_group, stored)
             node_group.exit_code = outcome.code
         return outcome
 
-    with keep_at_url(run, leads=True, writes=not dry_run, timeout_s=lock_timeout_s) as stored:
+    with keep_at_url(run, leads=True, writes=not dry_run, timeout_s=lock_timeout_s, leader=leader) as stored:
         outcome = train_kept(stored)
     if stored is not None and stored.problem is not None:
         return RunOutcome(ExitCode.UNFINISHED, None, stored.problem)

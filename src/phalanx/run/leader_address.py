@@ -3,6 +3,8 @@
 Another node leads when the leader is lost. A lock decides which: the node that takes it writes the next term with its
 address before it releases the lock, so that the others find it. The lock is on a file, since some network file systems
 keep locks on directories to one machine.
+
+A run at a URL has its lease in place of both, file and lock (`storage/stored_run.py`).
 """
 
 import contextlib
@@ -19,7 +21,8 @@ LOCK_FILE = "leader.lock"
 
 @dataclass(frozen=True)
 class LeaderAddress:
-    """Address of a leader. `term`: number of leaders before it. `run`: the run's path, since directories are copied."""
+    """Address of a leader. `term`: number of leaders before it. `run`: the run's path, since directories are copied, or
+    its URL."""
 
     host: str
     port: int
@@ -30,6 +33,21 @@ class LeaderAddress:
     @property
     def address(self) -> tuple[str, int]:
         return self.host, self.port
+
+
+@dataclass(frozen=True)
+class SharedLeadership:
+    """The leadership of a run in a directory that its nodes share. `StoredRun` is that of a run at a URL."""
+
+    run: Run
+
+    def read_leader(self) -> LeaderAddress | None:
+        """See `read_leader_address`."""
+        return read_leader_address(self.run)
+
+    def claim(self, lost: LeaderAddress, own_address: tuple[str, int], node_rank: int) -> bool:
+        """See `claim_leadership`."""
+        return claim_leadership(self.run, lost, own_address, node_rank)
 
 
 def read_leader_address(run: Run) -> LeaderAddress | None:

@@ -7,7 +7,8 @@ import pytest
 
 from clocked_store import ClockedStore
 from phalanx.errors import ExitCode, UsageError
-from phalanx.storage.lease import LEASE_S, RENEW_INTERVAL_S, Lease, LeaseLostError
+from phalanx.run.leader_address import LeaderAddress
+from phalanx.storage.lease import LEASE_S, MAX_RENEWAL_AGE_S, RENEW_INTERVAL_S, Lease, LeaseLostError
 from phalanx.storage.store import Store
 from phalanx.storage.url import parse_url
 
@@ -23,8 +24,10 @@ class Machines:
         self.said: list[str] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def machine(self, directory_id: str) -> Lease:
-        return Lease(cast(Store, self.store), URL, directory_id, lambda: self.store.now, self.sleep, self.said.append)
+    def machine(self, directory_id: str, node_rank: int | None = None) -> Lease:
+        leader = None if node_rank is None else LeaderAddress(f"10.0.0.{node_rank}", 4711, node_rank, 0, str(URL))
+        clock, report = lambda: self.store.now, self.said.append
+        return Lease(cast(Store, self.store), URL, directory_id, clock, self.sleep, report, leader)
 
     def sleep(self, seconds: float) -> None:
         self.store.now += seconds
@@ -143,3 +146,74 @@ def test_a_run_on_several_nodes_waits_for_a_holder_that_is_about_to_end(machines
     new.acquire(timeout_s=300)
     assert new.number == 1
     assert machines.store.now == ends_at
+
+
+def test_a_lease_says_where_its_holder_leads_the_run(machines: Machines) -> None:
+    assert machines.machine("a").read_leader() is None
+    machines.machine("a", node_rank=0).acquire()
+    machines.store.now += LEASE_S + 1
+    assert machines.machine("b", node_rank=1).take()
+    assert machines.machine("c").read_leader() == LeaderAddress("10.0.0.1", 4711, 1, 2, str(URL))
+
+
+def test_a_start_that_finds_another_node_leading_ends_with_75(machines: Machines) -> None:
+    leader = machines.machine("a", node_rank=1)
+    leader.acquire()
+    machines.meanwhile = leader.renew
+    with pytest.raises(LeaseLostError, match="another node leads this run") as error:
+        machines.machine("b", node_rank=0).acquire(timeout_s=300)
+    assert error.value.code is ExitCode.UNFINISHED
+
+
+def test_a_holder_knows_that_it_is_late_before_another_can_take_the_lease(machines: Machines) -> None:
+    old, new = machines.machine("a"), machines.machine("b")
+    assert old.is_stale()
+    old.acquire()
+    machines.store.now += MAX_RENEWAL_AGE_S
+    assert not old.is_stale()
+    while not new.take():
+        machines.store.now += 1
+        assert old.is_stale()
+
+
+def test_a_renewal_that_arrives_after_another_has_taken_the_lease_does_not_count(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = machines.machine("a"), machines.machine("b")
+    old.acquire()
+    write, store = machines.store.write, machines.store
+
+    def write_late(key: str, data: bytes, if_absent: bool = False) -> None:
+        monkeypatch.setattr(store, "write", write)
+        store.now += LEASE_S + 1
+        assert new.take()
+        write(key, data, if_absent)
+
+    monkeypatch.setattr(store, "write", write_late)
+    with pytest.raises(LeaseLostError):
+        old.renew()
+    assert old.is_stale()
+    assert FIRST not in store.objects
+    new.renew()
+
+
+def test_a_claim_of_a_lease_that_was_renewed_or_released_meanwhile_is_withdrawn(machines: Machines) -> None:
+    """Numbers begin again: the number of the claim may be free although another process holds the lease."""
+    store = machines.store
+    late, first, second = (machines.machine(name) for name in ("late", "first", "second"))
+    machines.machine("dead").acquire()
+    store.now += LEASE_S + 1
+
+    def take_and_release() -> None:
+        assert first.take()
+        first.release()
+        assert second.take()
+
+    store.before_create = take_and_release
+    assert not late.take()
+    assert second.number == 1
+    second.renew()
+    store.now += LEASE_S + 1
+    store.before_create = second.renew
+    assert not late.take()
+    second.renew()

@@ -244,5 +244,5 @@ def test_another_node_that_may_not_write_there_is_refused_before_it_joins(
 
     monkeypatch.setattr(stored_run, "check_writable", refuse)
     run = make_local_directory(url, "runs")
-    with pytest.raises(UsageError, match="access is denied"):
-        stored_run._Keeper(str(run.path), leads=False, writes=True, timeout_s=0.0).open()
+    with open(run.path / "renewal", "w+b") as renewal, pytest.raises(UsageError, match="access is denied"):
+        stored_run._Keeper(str(run.path), False, True, 0.0, renewal.fileno(), None).open()

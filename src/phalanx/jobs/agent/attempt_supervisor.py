@@ -188,6 +188,8 @@ class AttemptSupervisor:
         if attempt.num_steps == 0 and attempt.result is None:
             self._first_step_deadline.check_expired()  # no time limit, but reports that it takes long
         note_meeting(attempt)
+        if leader.stored is not None and (reason := leader.stored.stale_reason) is not None and not attempt.killed:
+            self.abort(reason)  # the next attempt begins when the lease is renewed
         check_deadlock(leader, attempt, self.abort)
         check_hangs(leader, attempt, self.abort)
         check_stop(leader, attempt, self.abort)

@@ -26,6 +26,7 @@ from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import RunWarning, WorkerFailure
 from phalanx.run.lock import is_wanted
 from phalanx.run.process_messages import Command, StopRequested
+from phalanx.storage.stored_run import StoredRunLostError
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,9 @@ class LeaderAgent(LeaderState):
         try:
             outcome = self._supervise(world_size, command, first_attempt)
         except StopRequestedError as error:
+            outcome = RunOutcome(error.code, None, str(error))
+        except StoredRunLostError as error:
+            self.hand_over()
             outcome = RunOutcome(error.code, None, str(error))
         if self.stopping and outcome.code is ExitCode.UNFINISHED:
             self.hand_over()
@@ -290,7 +294,7 @@ class LeaderAgent(LeaderState):
         ranks_by_node = self.node_group.assign_ranks(num_nodes, workers_per_node)
         attempt = AttemptState(num_nodes * workers_per_node, ranks_by_node, attempt_number)
         if self.stored is not None:
-            self.stored.upload()  # other nodes read the recipe there
+            self.stored.upload()  # other nodes read the recipe there; this fails where one of them leads the run
         AttemptSupervisor(self, attempt).run(command)
         return attempt
 

@@ -36,7 +36,7 @@ from phalanx.run.control_channel import AuthConnection, connect_to_leader
 from phalanx.run.event_loop import EventLoop
 from phalanx.run.event_types import RunWarning
 from phalanx.run.in_memory_checkpoint import remove_node_dir
-from phalanx.run.leader_address import LeaderAddress, claim_leadership, read_leader_address
+from phalanx.run.leader_address import LeaderAddress, SharedLeadership
 from phalanx.run.messages import Message, drain, receive, send
 from phalanx.run.node_env import NodeEnv
 from phalanx.run.process_messages import Leave, Ping, SendSignal, StartWorkers, StopRequested, WorkerExited
@@ -104,14 +104,14 @@ class NodeAgent:
         stored: StoredRun | None = None,
     ):
         """`run`: where the node agent looks for another leader, in a run that may train on fewer nodes. `stored`: keeps
-        its local directory for a run at a URL, which it does not share with the leader."""
+        its local directory for a run at a URL, which it does not share with the leader; it looks at the URL then."""
         assert node_env.leader_address is not None
         self.nproc_per_node = nproc_per_node
         self._local_run = run if stored is not None else None
         self._stored = stored
-        self._elastic_run = run if node_env.min_nodes is not None else None
+        self._leadership = None if node_env.min_nodes is None or run is None else stored or SharedLeadership(run)
         self._own_address: tuple[str, int] | None = None  # at which other nodes reach this one, once it is known
-        self._leader: LeaderAddress | None = None  # as the run's directory says
+        self._leader: LeaderAddress | None = None  # as the run's leadership says
         self._leader_seen_at = 0.0  # since when it says so
         self._last_leader: LeaderAddress | None = None  # that started workers here
         self._num_attempt_nodes = node_env.num_nodes  # of the last attempt
@@ -226,8 +226,8 @@ class NodeAgent:
         return None
 
     def _list_leader_addresses(self) -> list[tuple[str, int]]:
-        """List where the leader may listen: where the run's directory says, and where this node was started to look."""
-        if self._elastic_run is not None and (leader := read_leader_address(self._elastic_run)) != self._leader:
+        """List where the leader may listen: where the run's leadership says, and where this node was to look first."""
+        if self._leadership is not None and (leader := self._leadership.read_leader()) != self._leader:
             self._leader, self._leader_seen_at = leader, self.clock()
         own = [] if self._leader is None else [self._leader.address]
         return list(dict.fromkeys([*own, self.leader_address]))
@@ -235,13 +235,11 @@ class NodeAgent:
     def _take_over(self) -> bool:
         """Lead the run if its leader is lost. Returns whether this node leads. One that has just taken over has
         LEADER_START_TIMEOUT_S to listen."""
-        if self._elastic_run is None or self._own_address is None or self._leader is None or self.signals.received:
+        if self._leadership is None or self._own_address is None or self._leader is None or self.signals.received:
             return False
         is_new = self._leader != self._last_leader
         if not is_new or self.clock() - self._leader_seen_at > LEADER_START_TIMEOUT_S:
-            self.takes_over = claim_leadership(
-                self._elastic_run, self._leader, self._own_address, self.node_env.node_rank
-            )
+            self.takes_over = self._leadership.claim(self._leader, self._own_address, self.node_env.node_rank)
         if self.takes_over:
             print("the leading node is lost; this node leads the run now", file=self.out, flush=True)
         return self.takes_over
@@ -334,8 +332,8 @@ class NodeAgent:
                 f"--nproc-per-node {self.nproc_per_node}: node 0 starts {count} workers on each node; give the same "
                 "--nproc-per-node on all nodes"
             )
-        if self._elastic_run is not None:
-            self._last_leader = read_leader_address(self._elastic_run)
+        if self._leadership is not None:
+            self._last_leader = self._leadership.read_leader()
         payload = start.command.payload
         is_first, self._run = self._run is None, Run(Path(payload["run"])) if "run" in payload else None
         if is_first and self._run is not None:
@@ -371,7 +369,7 @@ class NodeAgent:
         before it can answer."""
         if len(self.signals.received) > self._num_forwarded:
             self._num_forwarded = len(self.signals.received)
-            is_machine_leaving = self._elastic_run is not None and set(self.signals.received) == {signal.SIGTERM}
+            is_machine_leaving = self._leadership is not None and set(self.signals.received) == {signal.SIGTERM}
             connection.send(StopRequested(only_this_node=is_machine_leaving))
 
     def _kill_workers(self, local_node: LocalNode, is_lost: Callable[[], bool]) -> bool:

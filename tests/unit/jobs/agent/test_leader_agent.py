@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from phalanx.run.process_messages import (
     WorkerFinishing,
     WorkersStarted,
 )
+from phalanx.storage.stored_run import StoredRunLostError
 from train_harness import wait_until
 
 
@@ -733,6 +735,28 @@ def test_two_sigterms_at_once_are_one_wish_and_a_later_one_is_another(agent: Led
         agent.handle_signals()
         assert agent.force_stop == (later == 60.0)
     assert sent_signals(agent.stage) == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_an_attempt_ends_when_the_lease_of_its_url_is_late(agent: Led) -> None:
+    """Another node may lead the run then, and this one be cut off."""
+    agent.stored = Mock(stale_reason="the lease was not renewed", problem=None)
+    pause = threading.Timer(1.5, send, (agent.stage.says, exited(0, -9)))
+    pause.start()
+    ended = agent.run_attempt(0, 1, 1, COMMAND)
+    pause.join()
+    assert ended.abort_reason == "the lease was not renewed"
+    assert SendSignal(signal=int(signal.SIGKILL)) in drain(agent.stage.says)
+    agent.stored.upload.assert_called_once_with()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_leader_that_lost_the_lease_hands_over_unless_it_was_asked_to_stop(agent: Led, stops: bool) -> None:
+    agent.stored = Mock(upload=Mock(side_effect=StoredRunLostError("another process has taken over this run")))
+    agent.node_group.min_nodes, agent.node_group.remote_nodes[1] = 1, Mock()
+    agent._stops_run = stops
+    outcome = agent.supervise(1, COMMAND, 0)
+    assert (outcome.code, outcome.message) == (ExitCode.UNFINISHED, "another process has taken over this run")
+    assert agent.node_group.hands_over is not stops
 
 
 @pytest.mark.parametrize(
