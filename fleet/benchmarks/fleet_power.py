@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from fleet_bars import Bar, Comparison, MissingDataError, measure_all, read_rows, to_table
 from fleet_power_histories import run_many
 from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx_fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, choose_sweep_caps
 from phalanx_fleet.power_settings import PowerSettings

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, FakeNode, FaultyCapDevice, make_fake_nodes
 from phalanx.errors import DataError, RecipeError
 from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
 from phalanx_fleet.power.committed_power import find_committed_w, find_excesses, list_budgets
 from phalanx_fleet.power.control import load_jobs_file
 from phalanx_fleet.power.devices import CapError, CapLimits
-from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeLinks, FakeNetwork, FakeNode, make_fake_nodes
 from phalanx_fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.ledger import NodeAccount
 from phalanx_fleet.power.local_devices import RaplCapDevice, open_nvml_devices
@@ -151,7 +151,7 @@ def test_every_state_of_a_plan_is_within_the_budgets(seed: int) -> None:
 
 
 def make_node(clock: FakeClock) -> FakeNode:
-    devices = [FakeCapDevice(f"g{i}", clock, CapLimits(200, 700, 700), lambda t: 600.0) for i in range(2)]
+    devices = [FaultyCapDevice(f"g{i}", clock, CapLimits(200, 700, 700), lambda t: 600.0) for i in range(2)]
     return FakeNode("n0", devices, clock)
 
 

@@ -1,7 +1,6 @@
 """Choose how nodes are reached for power control: a simulated fleet, helpers, or the devices of this machine."""
 
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.power.control import POLL_INTERVAL_S, PowerFleet, make_writer_name, power_state_dir
 from phalanx_fleet.power.devices import CapDevice, CapError
-from phalanx_fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
+from phalanx_fleet.power.fake_fleet import open_fake_links
 from phalanx_fleet.power.helper_links import (
     HelperLinks,
     connect_by_command,
@@ -40,13 +39,7 @@ def open_links(
         UsageError: This machine is no node of the fleet, has no device that can be capped, or has another guard.
     """
     if is_fake:
-        nodes = make_fake_nodes(
-            fleet.tree.nodes,
-            seconds_since_boot,
-            dead_time_s=fleet.settings.dead_time_s,
-            averaging_s=fleet.settings.averaging_s,
-        )
-        return FakeLinks(nodes, seconds_since_boot, FakeNetwork((0.0, 0.02)), random.Random(0))
+        return open_fake_links(fleet.tree.nodes, fleet.settings.dead_time_s, fleet.settings.averaging_s)
     here, names, reach = os.uname().nodename, {node.name for node in fleet.tree.nodes}, fleet.settings.helper
     own = {here: partial(connect_to_socket, reach.socket)} if here in names and is_listening(reach.socket) else {}
     if reach.command is not None:
