@@ -19,13 +19,13 @@ from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation
 from phalanx_fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, SimulationResult, simulate_fleet
 from phalanx_fleet.simulate.job_source import read_job_trace
-from phalanx_fleet.simulate.job_state import SimulatedJob
-from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import (
+from phalanx_fleet.simulate.job_state import (
     LeastServicePolicy,
     SchedulingPolicy,
     ShortestRemainingPolicy,
+    SimulatedJob,
 )
+from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import device_power, supply_power
 from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, PolicyName, SimulationSettings
 from published_policies import FinishTimeFairnessPolicy, RepackingSimulation, ShortestServicePolicy

@@ -13,8 +13,7 @@ from phalanx.telemetry.rollup import DeviceChecker, merge_hosts
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, HostSample, NodeSample, SourceUnavailableError
 from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
 from phalanx_fleet.nodes_file import NodesFile, NodesFileEntry
-from phalanx_fleet.telemetry.modbus import open_modbus
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry
+from phalanx_fleet.telemetry.modbus import ModbusEntry, open_modbus
 from phalanx_fleet.telemetry.mqtt import MqttOptions, open_mqtt
 from phalanx_fleet.telemetry.polling import start_call
 from phalanx_fleet.telemetry.prometheus import PrometheusOptions, open_prometheus

@@ -10,7 +10,7 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.recipe.validation_errors import join_problems, read_user_mapping, validate_value
 from phalanx.recipe.yaml_loader import location_of_key
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry
+from phalanx_fleet.telemetry.modbus import ModbusEntry
 from phalanx_fleet.telemetry.mqtt import MqttOptions
 from phalanx_fleet.telemetry.redfish import RedfishOptions
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions

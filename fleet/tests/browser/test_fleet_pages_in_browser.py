@@ -12,7 +12,7 @@ from chromium import Page
 from make_run import healthy
 from phalanx.telemetry.agent_endpoint import AgentEndpoint
 from phalanx.telemetry.sample import DeviceSample, NodeSample
-from phalanx_fleet.pages.node_history import HistoryWriter
+from phalanx_fleet.pages.site_history import HistoryWriter
 from phalanx_fleet.simulate.page import render_simulation_html
 from phalanx_fleet.simulate.variants import simulate_variants
 from serve_process import ServeProcess, find_violations, wait_until

@@ -9,8 +9,14 @@ from faulty_fleet import FakeClock, FaultyCapDevice
 from phalanx.errors import RecipeError
 from phalanx.telemetry.host import HostSource
 from phalanx_fleet.power.control import count_capped_devices
-from phalanx_fleet.power.devices import CapError, CapLimits, to_device_units
-from phalanx_fleet.power.local_devices import find_rapl_devices, open_cap_devices, select_devices
+from phalanx_fleet.power.devices import (
+    CapError,
+    CapLimits,
+    find_rapl_devices,
+    open_cap_devices,
+    select_devices,
+    to_device_units,
+)
 from phalanx_fleet.power_settings import CapDeviceSettings
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 

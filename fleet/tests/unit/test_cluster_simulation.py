@@ -7,9 +7,8 @@ import pytest
 
 from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation, NodeFailure
-from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob
+from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 
 
 def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0) -> ClusterOutcome:

@@ -18,9 +18,8 @@ from phalanx_fleet.simulate.failures import (
     sample_level_failures,
 )
 from phalanx_fleet.simulate.job_source import read_job_trace
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 from phalanx_fleet.simulate.power_model import measure_power, slow_down
 from phalanx_fleet.simulate.variants import simulate_variants
 from phalanx_fleet.simulation_settings import FailureEntry

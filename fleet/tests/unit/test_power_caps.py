@@ -11,12 +11,10 @@ import pytest
 from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, FakeNode, FaultyCapDevice, make_fake_nodes
 from phalanx.errors import DataError, RecipeError
 from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import find_committed_w, find_excesses, list_budgets
+from phalanx_fleet.power.committed_power import CapWrite, find_committed_w, find_excesses, list_budgets, plan_writes
 from phalanx_fleet.power.control import load_jobs_file
-from phalanx_fleet.power.devices import CapError, CapLimits
-from phalanx_fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
-from phalanx_fleet.power.ledger import NodeAccount
-from phalanx_fleet.power.local_devices import RaplCapDevice, open_nvml_devices
+from phalanx_fleet.power.devices import CapError, CapLimits, RaplCapDevice, open_nvml_devices
+from phalanx_fleet.power.guard import GuardIdentity, NodeAccount, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.messages import (
     DeviceCap,
     NodeReport,
@@ -27,7 +25,6 @@ from phalanx_fleet.power.messages import (
     parse_request,
 )
 from phalanx_fleet.power.node_keeper import NodeKeeper
-from phalanx_fleet.power.plan_writes import CapWrite, plan_writes
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
 from phalanx_fleet.power_settings import PowerSettings
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree

@@ -27,14 +27,11 @@ from faulty_fleet import (
 from phalanx_fleet.power.allocation import NodeCaps, NodeLimit, PoweredJob, allocate_caps
 from phalanx_fleet.power.committed_power import list_budgets
 from phalanx_fleet.power.control import PowerReading, load_power_fleet, open_guard
-from phalanx_fleet.power.devices import CapLimits
+from phalanx_fleet.power.devices import CapLimits, TimedDevice
 from phalanx_fleet.power.guard import GuardIdentity, LostNodeError, PowerGuard, group_by_rack, plan_fallbacks
-from phalanx_fleet.power.helper_file import PeerList
-from phalanx_fleet.power.helper_links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks
-from phalanx_fleet.power.links import LocalLinks
-from phalanx_fleet.power.local_devices import TimedDevice
+from phalanx_fleet.power.links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks, LocalLinks
 from phalanx_fleet.power.messages import MAX_EPOCH, NodeReport, NodeRequest, WireError, format_line, parse_report
-from phalanx_fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper
+from phalanx_fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper, PeerList
 from phalanx_fleet.power.node_keeper import NodeKeeper
 from phalanx_fleet.power.speed_curve import SpeedCurve
 from phalanx_fleet.power_settings import PowerSettings

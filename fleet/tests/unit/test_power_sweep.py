@@ -13,10 +13,8 @@ from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
 from phalanx_fleet.power.control import load_jobs_file
-from phalanx_fleet.power.speed_curve import choose_sweep_caps
-from phalanx_fleet.power.sweep import SweepError, SweepTimes, SweptNodes, sweep_caps
-from phalanx_fleet.power.sweep_file import PowerSweep, SweptCap, load_sweep, save_sweep
-from phalanx_fleet.power.sweep_job import find_swept_run
+from phalanx_fleet.power.speed_curve import PowerSweep, SweptCap, choose_sweep_caps, load_sweep, save_sweep
+from phalanx_fleet.power.sweep import SweepError, SweepTimes, SweptNodes, find_swept_run, sweep_caps
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
 POWER = NodePower(2, 700.0, 70.0, 500.0, 250.0, 200.0)

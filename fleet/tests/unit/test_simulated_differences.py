@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.differences import (
+from phalanx_fleet.simulate.figures import (
     compare_paired,
     describe_differences,
     find_student_quantile,

@@ -10,8 +10,8 @@ from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx_fleet.power.committed_power import LevelSum
 from phalanx_fleet.power.control import load_jobs_file, load_power_fleet, open_guard, read_nodes
 from phalanx_fleet.power.guard import GuardStatus
-from phalanx_fleet.power.helper_file import load_helper_file
 from phalanx_fleet.power.load_targets import load_targets_file
+from phalanx_fleet.power.node_helper import load_helper_file
 from phalanx_fleet.power.open_links import open_links
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
 from phalanx_fleet.simulate.checkpointing import CheckpointCosts

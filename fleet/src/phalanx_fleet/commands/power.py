@@ -218,9 +218,8 @@ def sweep(
     import signal
 
     from phalanx_fleet.commands.power_output import format_swept_cap
-    from phalanx_fleet.power.sweep import SweepTimes
-    from phalanx_fleet.power.sweep_file import PowerSweep, save_sweep
-    from phalanx_fleet.power.sweep_job import find_swept_run, plan_sweep, run_sweep
+    from phalanx_fleet.power.speed_curve import PowerSweep, save_sweep
+    from phalanx_fleet.power.sweep import SweepTimes, find_swept_run, plan_sweep, run_sweep
 
     training = find_swept_run(job)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # old caps come back like at Ctrl-C
@@ -265,8 +264,7 @@ def node(
     """
     import signal
 
-    from phalanx_fleet.power.helper_file import load_helper_file
-    from phalanx_fleet.power.node_helper import connect_streams, describe_helper, run_helper
+    from phalanx_fleet.power.node_helper import connect_streams, describe_helper, load_helper_file, run_helper
     from phalanx_fleet.power_settings import DEFAULT_SOCKET
 
     if stdio:

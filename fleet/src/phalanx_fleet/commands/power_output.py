@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from phalanx.formatting import format_percent
 from phalanx.text_table import Column, format_table
 from phalanx_fleet.power.allocation import Allocation
-from phalanx_fleet.power.committed_power import find_committed_w, find_excesses
+from phalanx_fleet.power.committed_power import (
+    CapWrite,
+    LevelReading,
+    find_committed_w,
+    find_excesses,
+    list_levels,
+    plan_writes,
+)
 from phalanx_fleet.power.control import PowerFleet, PowerReading
 from phalanx_fleet.power.guard import GuardStatus
-from phalanx_fleet.power.levels import LevelReading, list_levels
-from phalanx_fleet.power.plan_writes import CapWrite, plan_writes
-from phalanx_fleet.power.sweep_file import SweptCap
+from phalanx_fleet.power.speed_curve import SweptCap
 from phalanx_fleet.power_tree import PoweredNode
 
 WATTS_PER_KILOWATT = 1e3

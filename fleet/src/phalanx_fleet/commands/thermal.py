@@ -20,9 +20,9 @@ from phalanx_fleet.node_table import make_columns
 if TYPE_CHECKING:
     from phalanx_fleet.thermal.device_heat import DeviceHeat
     from phalanx_fleet.thermal.device_series import DeviceSeries
+    from phalanx_fleet.thermal.fit import ThermalModelFile
+    from phalanx_fleet.thermal.guard import ResponseEvent
     from phalanx_fleet.thermal.heat_check import HeatCheck
-    from phalanx_fleet.thermal.model_file import ThermalModelFile
-    from phalanx_fleet.thermal.response import ResponseEvent
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; guard cooling.")
 
@@ -248,7 +248,7 @@ def guard(
     Watch leaks, flow and temperature margins. Report a fault, drain its nodes, and have their jobs save and stop.
     """
     from phalanx.jobs.backends.base import open_node_backend
-    from phalanx_fleet.site_dir import open_node_states
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.thermal.guard import guard_cooling
 
     open_backend = None if on is None else partial(open_node_backend, on)

@@ -19,6 +19,7 @@ from phalanx.serve.page_context import ServedSite, on_first_request
 from phalanx.telemetry.exposition import MetricDefinition, build_node_metrics, list_node_metrics
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
 from phalanx_fleet.audit_log import find_actor
+from phalanx_fleet.fleet_file import open_node_states
 from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode, add_samples
 from phalanx_fleet.latest_reading import LATE_AFTER_PERIODS
 from phalanx_fleet.node_list import FleetReader, FleetSources, drain_node, undrain_node
@@ -29,8 +30,7 @@ from phalanx_fleet.pages.fleet_routes import FleetReadings, FleetRoutes, load_se
 from phalanx_fleet.pages.node_reader import NodeReader, ReadFleet
 from phalanx_fleet.pages.node_routes import NodeRoutes
 from phalanx_fleet.pages.site_history import SiteHistory
-from phalanx_fleet.power.levels import LevelReading
-from phalanx_fleet.site_dir import open_node_states
+from phalanx_fleet.power.committed_power import LevelReading
 from phalanx_fleet.telemetry.service_reading import RackSample
 
 STATIC_DIR = Path(__file__).parent / "static"

@@ -16,7 +16,7 @@ from phalanx_fleet.fleet_node import FleetNode
 from phalanx_fleet.pages.cooling_page import list_margins, render_cooling, render_cooling_page
 from phalanx_fleet.pages.power_page import read_levels, render_power, render_power_page
 from phalanx_fleet.pages.site_history import SiteHistory
-from phalanx_fleet.power.levels import LevelReading
+from phalanx_fleet.power.committed_power import LevelReading
 from phalanx_fleet.power.load_targets import TargetsFileSource
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
 from phalanx_fleet.telemetry.service_reading import RackSample

@@ -16,9 +16,9 @@ from phalanx.text_table import Column
 from phalanx_fleet.fleet_node import NO_READING_STATE, STALE_STATE, FleetNode
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.node_table import DEVICE_COLUMNS, NODE_COLUMNS, RACK_COLUMNS, format_device, format_node, format_rack
-from phalanx_fleet.pages.node_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint
 from phalanx_fleet.pages.node_reader import NodeList
 from phalanx_fleet.pages.power_page import format_watts
+from phalanx_fleet.pages.site_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint
 from phalanx_fleet.telemetry.service_reading import RackSample
 
 LATE_AFTER_S = 3.0

@@ -9,9 +9,8 @@ from phalanx.serve.pages import render_rows, render_time
 from phalanx_fleet.fleet_node import FleetNode
 from phalanx_fleet.latest_reading import LatestReading
 from phalanx_fleet.node_states import NodeState
-from phalanx_fleet.pages.node_history import DAY_S, HistoryPoint
-from phalanx_fleet.power.committed_power import find_committed_w
-from phalanx_fleet.power.levels import LevelReading, list_levels
+from phalanx_fleet.pages.site_history import DAY_S, HistoryPoint
+from phalanx_fleet.power.committed_power import LevelReading, find_committed_w, list_levels
 from phalanx_fleet.power.load_targets import LoadTarget, find_active_budgets
 from phalanx_fleet.power_tree import PoweredNode, PowerTree
 

@@ -6,9 +6,9 @@ That of a node is that of its devices and the most that all else in it draws.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from phalanx_fleet.power_tree import NodePower, PowerTree
+from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
 
 TOLERANCE_W = 1e-6
 """Rounding of sums of floating point numbers."""
@@ -96,3 +96,130 @@ class CommittedTotals:
     def committed_of(self, node: int) -> float:
         """Return the committed power of a node."""
         return self._committed_w[node]
+
+
+@dataclass(frozen=True)
+class LevelReading:
+    """A level or node now. Watts; `draw_w` is the sum over the nodes that are read, with all that is in them."""
+
+    label: str
+    committed_w: float
+    draw_w: float = 0.0
+    num_read: int = 0
+    """Nodes of which the draw is known."""
+    num_silent: int = 0
+    """Nodes that are counted at their maximum."""
+    oldest: float | None = None
+    """Time of the oldest reading."""
+    node: str = ""
+    """Name of a node; empty for a level."""
+    rack: str = ""
+    """Name of a rack, and of that of a node."""
+    depth: int = 0
+    num_nodes: int = 1
+    budget_w: float | None = None
+    """Of the fleet file, or of the load target that holds now."""
+    has_load_target: bool = False
+
+    @property
+    def headroom_w(self) -> float | None:
+        """What the committed power leaves of the budget."""
+        return None if self.budget_w is None else self.budget_w - self.committed_w
+
+
+def list_levels(
+    tree: PowerTree, nodes: Sequence[LevelReading], budgets_w: Sequence[float | None]
+) -> list[LevelReading]:
+    """Return all levels, each followed by all below it, down to the nodes of racks. `nodes`: in the tree's order."""
+    by_rack: dict[int, list[LevelReading]] = {}
+    below: dict[int, list[LevelReading]] = {}
+    for place, node in zip(tree.nodes, nodes, strict=True):
+        by_rack.setdefault(place.rack, []).append(replace(node, node=place.name, rack=tree.levels[place.rack].name))
+        index = place.rack
+        while index != NO_PARENT:
+            below.setdefault(index, []).append(node)
+            index = tree.levels[index].parent
+    rows = []
+    for index, depth in tree.walk():
+        level, found = tree.levels[index], below.get(index, [])
+        rows.append(
+            LevelReading(
+                level.label,
+                sum(each.committed_w for each in found),
+                sum(each.draw_w for each in found),
+                sum(each.num_read for each in found),
+                sum(each.num_silent for each in found),
+                min((each.oldest for each in found if each.oldest is not None), default=None),
+                rack=level.name if level.kind == "rack" else "",
+                depth=depth,
+                num_nodes=len(found),
+                budget_w=budgets_w[index],
+                has_load_target=budgets_w[index] != level.budget_w,
+            )
+        )
+        rows += [replace(each, depth=depth + 1) for each in by_rack.get(index, [])]
+    return rows
+
+
+@dataclass(frozen=True)
+class CapWrite:
+    """New caps of a node's devices. `is_raise`: it needs all lowering writes to be read back."""
+
+    node: int
+    caps_w: tuple[float, ...]
+    is_raise: bool
+
+
+def plan_writes(
+    tree: PowerTree,
+    bounds_w: Sequence[Sequence[float | None]],
+    targets_w: Sequence[Sequence[float]],
+    budgets_w: Sequence[float | None],
+    margin: float,
+) -> list[CapWrite]:
+    """Return the writes that lead to `targets_w`: all that lower, then those raises that fit.
+
+    A node that raises some devices and lowers others has a write of each kind. A raise that does not fit into a level,
+    with what is lowered already counted as lowered, is left out; `apply_writes` and the guard read back before.
+
+    Args:
+        tree: The levels and nodes.
+        bounds_w: For each node, the most that each device may be enforcing; None where it is silent.
+        targets_w: For each node its devices' caps; empty for a silent one.
+        budgets_w: For each level.
+        margin: Share by which a device may exceed its cap.
+    """
+    lowering, lowered = [], []
+    for node, (bounds, targets) in enumerate(zip(bounds_w, targets_w, strict=True)):
+        caps = [
+            bound if bound is None or not targets else min(bound, target)
+            for bound, target in zip(bounds, targets or [0.0] * len(bounds), strict=True)
+        ]
+        lowered.append(caps)
+        if targets and None not in bounds and caps != list(bounds):
+            lowering.append(CapWrite(node, tuple(cap for cap in caps if cap is not None), False))
+    return [*lowering, *plan_raises(tree, lowered, targets_w, budgets_w, margin)]
+
+
+def plan_raises(
+    tree: PowerTree,
+    bounds_w: Sequence[Sequence[float | None]],
+    targets_w: Sequence[Sequence[float]],
+    budgets_w: Sequence[float | None],
+    margin: float,
+) -> list[CapWrite]:
+    """Return the raises towards `targets_w` that fit next to what every device may be enforcing now. While any level is
+    over its budget, nothing below it is raised. The arguments are those of `plan_writes`."""
+    pairs = zip(tree.nodes, bounds_w, strict=True)
+    committed = [find_committed_w(node.power, bounds, margin) for node, bounds in pairs]
+    totals, writes = CommittedTotals(tree, committed, budgets_w), []
+    for node, (bounds, targets) in enumerate(zip(bounds_w, targets_w, strict=True)):
+        known = [bound for bound in bounds if bound is not None]
+        if not targets or len(known) != len(bounds):
+            continue
+        caps = tuple(max(bound, target) for bound, target in zip(known, targets, strict=True))
+        more_w = find_committed_w(tree.nodes[node].power, caps, margin) - totals.committed_of(node)
+        if more_w > 0 and totals.has_headroom(node, more_w):
+            totals.set_committed(node, totals.committed_of(node) + more_w)
+            writes.append(CapWrite(node, caps, True))
+    return writes

@@ -17,21 +17,17 @@ from phalanx.recipe.yaml_loader import location_of_key
 from phalanx.run.boot_clock import seconds_since_boot, unix_now
 from phalanx.run.private_files import state_root
 from phalanx_fleet.audit_log import find_audit_problem
-from phalanx_fleet.fleet_file import FleetFile, expand_names, load_fleet_file
+from phalanx_fleet.fleet_file import FleetFile, expand_names, load_fleet_file, node_states_path
 from phalanx_fleet.node_states import NodeStates
 from phalanx_fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import describe_excesses, list_budgets
+from phalanx_fleet.power.committed_power import CapWrite, describe_excesses, list_budgets
 from phalanx_fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
 from phalanx_fleet.power.links import NodeLinks
 from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
-from phalanx_fleet.power.plan_writes import CapWrite
-from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
-from phalanx_fleet.power.sweep_file import load_sweep
-from phalanx_fleet.power_settings import CapDeviceSettings, PowerSettings
+from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, load_sweep
+from phalanx_fleet.power_settings import CapDeviceSettings, Power, PowerSettings
 from phalanx_fleet.power_tree import NodePower, PowerTree, build_power_tree
-from phalanx_fleet.power_units import Power
-from phalanx_fleet.site_dir import node_states_path
 
 POLL_INTERVAL_S = 0.2
 MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5

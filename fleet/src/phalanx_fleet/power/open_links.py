@@ -10,17 +10,17 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.power.control import POLL_INTERVAL_S, PowerFleet, make_writer_name, power_state_dir
-from phalanx_fleet.power.devices import CapDevice, CapError
+from phalanx_fleet.power.devices import CapDevice, CapError, open_cap_devices
 from phalanx_fleet.power.fake_fleet import open_fake_links
-from phalanx_fleet.power.helper_links import (
+from phalanx_fleet.power.links import (
     HelperLinks,
+    LocalLinks,
+    NodeLinks,
     connect_by_command,
     connect_to_socket,
     expand_command,
     is_listening,
 )
-from phalanx_fleet.power.links import LocalLinks, NodeLinks
-from phalanx_fleet.power.local_devices import open_cap_devices
 from phalanx_fleet.power.messages import NodeRequest
 from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx_fleet.power_settings import CapDeviceSettings

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx_fleet.simulate.checkpointing import AttemptTime
-from phalanx_fleet.simulate.job_state import JobKey, ProgressingJobs, RunningJobs, SimulatedJob
+from phalanx_fleet.simulate.job_state import (
+    DEMOTED_ORDER,
+    JobKey,
+    ProgressingJobs,
+    RunningJobs,
+    SchedulingPolicy,
+    SimulatedJob,
+)
 from phalanx_fleet.simulate.node_pool import NodePool, Placement
-from phalanx_fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
 
 BACKFILL_DEPTH = 100
 """Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""

@@ -19,9 +19,8 @@ from phalanx_fleet.simulate.failures import (
     sample_level_failures,
 )
 from phalanx_fleet.simulate.job_source import make_costs, sample_jobs
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
     add_histories,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from phalanx_fleet.simulate.checkpointing import CheckpointCosts
 from phalanx_fleet.simulate.node_pool import Placement
 from phalanx_fleet.simulate.site_series import SECONDS_PER_HOUR
+from phalanx_fleet.simulation_settings import PolicyName
 from phalanx_fleet.thermal.device_series import Values
 
 NO_CHECKPOINTS = CheckpointCosts(float("inf"))
@@ -189,3 +190,60 @@ class ProgressingJobs(RunningJobs):
             return now_s
         by_clock = np.array([now_s if clock is None else clock.progress_s(now_s) for clock in self._clock_numbers])
         return np.asarray(by_clock[np.nan_to_num(table[CLOCK_NUMBER]).astype(np.intp)])
+
+
+SERVICE_LIMITS_S = (3250.0, 7200.0)
+"""Attained device-seconds from which a job moves to the next queue: those of the simulator of Tiresias."""
+DEMOTED_ORDER = 1e15
+"""Order of a running job that has just moved to the next queue: behind those that wait there."""
+
+
+class SchedulingPolicy:
+    """First come, first served."""
+
+    is_preemptive = False
+    keys_fall = False
+    """Whether the first part of the key of a running job falls by the seconds of its progress."""
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        """Return a key: the job with the least comes first. It does not change while a job waits."""
+        return (job.submit_s,)
+
+    def demotion_s(self, job: SimulatedJob) -> float:
+        """Return the seconds that a job may run before it moves to the next queue."""
+        return math.inf
+
+
+class ShortestRemainingPolicy(SchedulingPolicy):
+    """The shortest remaining time first."""
+
+    is_preemptive = True
+    keys_fall = True
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        return (job.left_s(now_s), job.submit_s)
+
+
+class LeastServicePolicy(SchedulingPolicy):
+    """The least attained service first, in queues; within a queue those that run first."""
+
+    is_preemptive = True
+
+    def key(self, job: SimulatedJob, now_s: float) -> tuple[float, ...]:
+        return (2 * job.level + (job.attempt_start_s is None or job.order >= DEMOTED_ORDER), job.order)
+
+    def demotion_s(self, job: SimulatedJob) -> float:
+        if job.level >= len(SERVICE_LIMITS_S):
+            return math.inf
+        return SERVICE_LIMITS_S[job.level] / job.devices - job.attained_s
+
+
+def make_policy(name: PolicyName) -> SchedulingPolicy:
+    """Return the policy of this name."""
+    match name:
+        case "fifo":
+            return SchedulingPolicy()
+        case "srtf":
+            return ShortestRemainingPolicy()
+        case "las":
+            return LeastServicePolicy()

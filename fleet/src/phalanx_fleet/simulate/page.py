@@ -8,8 +8,7 @@ import numpy as np
 from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.report import render_charts
-from phalanx_fleet.simulate.differences import describe_differences
-from phalanx_fleet.simulate.figures import compare_variants
+from phalanx_fleet.simulate.figures import compare_variants, describe_differences
 from phalanx_fleet.simulate.site_hours import FleetHours
 from phalanx_fleet.simulate.site_series import HOURS_PER_DAY, format_hour
 from phalanx_fleet.simulate.variants import SimulatedVariant

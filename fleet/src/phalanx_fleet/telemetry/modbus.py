@@ -1,27 +1,151 @@
-"""Read a coolant distribution unit (CDU) by Modbus TCP. This source writes nothing.
+"""Read a coolant distribution unit (CDU) by Modbus TCP, by the register map of the nodes file. Nothing is written.
 
-Modbus has neither times nor quality: a value is as old as its reading, and a counter of the controller, where the map
-has one, says that the controller lives.
-"""
+Nothing in the map is guessed: neither the order of words nor a unit has a default, since a wrong one gives plausible
+numbers. Modbus has neither times nor quality: a value is as old as its reading, and a counter of the controller, where
+the map has one, says that the controller lives."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from pydantic import Field, model_validator
+
+from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.modbus_map import (
-    STATE_COLUMNS,
-    ModbusEntry,
-    RegisterPoint,
-    check_liquid_value,
-    find_units,
-    to_base_unit,
-)
 from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
+
+LIQUID_LIMITS: dict[str, tuple[float, float]] = {
+    "supply_temperature_c": (-40.0, 150.0),
+    "return_temperature_c": (-40.0, 150.0),
+    "set_point_c": (-40.0, 150.0),
+    "flow_l_per_min": (0.0, 30_000.0),
+    "differential_pressure_pa": (-1e6, 1e7),
+    "valve_position": (0.0, 1.0),
+    "power_w": (0.0, 1e7),
+    "failed_pumps": (0.0, 100.0),
+    "has_leak": (0.0, 1.0),
+    "has_leak_sensor_fault": (0.0, 1.0),
+}
+STATE_COLUMNS = ("has_leak", "has_leak_sensor_fault")
+"""Of which 0 is no and 1 is yes; anything else is no value."""
+RegisterType = Literal["int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
+RegisterTable = Literal["holding", "input", "coil", "discrete"]
+WordOrder = Literal["big", "little"]
+NUM_REGISTERS: dict[str, int] = {
+    "int16": 1, "uint16": 1, "int32": 2, "uint32": 2, "float32": 2, "int64": 4, "uint64": 4, "float64": 4,
+}  # fmt: skip
+LIQUID_UNITS: dict[str, dict[str, tuple[float, float]]] = {
+    "c": {"C": (1.0, 0.0), "F": (5 / 9, -160 / 9), "K": (1.0, -273.15)},
+    "l_per_min": {"L/min": (1.0, 0.0), "m3/h": (1000 / 60, 0.0), "L/s": (60.0, 0.0), "gpm": (3.785411784, 0.0)},
+    "pa": {"Pa": (1.0, 0.0), "kPa": (1e3, 0.0), "bar": (1e5, 0.0), "mbar": (1e2, 0.0), "psi": (6894.757, 0.0)},
+    "w": {"W": (1.0, 0.0), "kW": (1e3, 0.0)},
+    "position": {"%": (0.01, 0.0), "1": (1.0, 0.0)},
+    "": {"1": (1.0, 0.0)},
+}
+"""Factor and offset to the base unit, by what the name of a value ends with."""
+LiquidColumn = Literal[
+    "supply_temperature_c", "return_temperature_c", "set_point_c", "flow_l_per_min", "differential_pressure_pa",
+    "valve_position", "power_w", "failed_pumps", "has_leak", "has_leak_sensor_fault",
+]  # fmt: skip
+assert set(LiquidColumn.__args__) == set(LIQUID_LIMITS)  # type: ignore[attr-defined]
+
+
+class RegisterPoint(StrictModel):
+    """One number of the device."""
+
+    table: RegisterTable
+    address: int = Field(ge=0, le=65535)
+    """As it is sent, from 0 on: 40101 of a manual that counts from 40001 is address 100."""
+    type: RegisterType | None = None
+    """Needed but for a coil or a discrete input, which are one bit."""
+    word_order: WordOrder | None = None
+    """Which word comes first; needed where the type is wider than a register."""
+    scale: Annotated[float, NUMBER_NOT_BOOL] | None = None
+    """What one count is, in `unit`. Needed with a type."""
+    unit: str | None = None
+    """Needed with a type; 1 for a number without a unit."""
+    missing: tuple[int, ...] = ()
+    """Counts by which the device says that it has no value, such as 32767."""
+
+    @model_validator(mode="after")
+    def check_type(self) -> "RegisterPoint":
+        """Refuse a map that leaves something to a guess."""
+        is_bit = self.table in ("coil", "discrete")
+        if is_bit and (self.type, self.word_order, self.scale, self.unit) != (None, None, None, None):
+            raise ValueError(f"a {self.table} is one bit: without type, word_order, scale and unit")
+        if not is_bit:
+            lacking = [name for name in ("type", "scale", "unit") if getattr(self, name) is None]
+            if lacking:
+                raise ValueError(f"expected {', '.join(lacking)}, as the manual of the device has it")
+            if self.scale == 0:
+                raise ValueError("scale: 0 makes every count 0; expected what one count is, such as 0.1")
+            if NUM_REGISTERS[str(self.type)] > 1 and self.word_order is None:
+                raise ValueError(f"{self.type} is several registers: expected word_order: big, or little")
+        return self
+
+    @property
+    def num_registers(self) -> int:
+        """Registers, or bits, that it takes."""
+        return 1 if self.type is None else NUM_REGISTERS[self.type]
+
+
+class ModbusEntry(StrictModel):
+    """A CDU that is read by Modbus TCP. Only numbers that the map names are read."""
+
+    url: str
+    """Such as modbus://cdu1.example.com:502."""
+    device_id: int = Field(ge=0, le=255)
+    """Unit identifier, as the manual or the gateway has it."""
+    interval_s: float = Field(5.0, gt=0, le=1e6)
+    """Seconds from one reading to the next. A value is missing when it is older than three."""
+    timeout_s: float = Field(2.0, gt=0, le=3600)
+    points: dict[LiquidColumn, RegisterPoint]
+    alive: RegisterPoint | None = None
+    """A counter that the controller moves: while it does not, all values are missing. Without it, a gateway may answer
+    for a controller that has stopped."""
+
+    @model_validator(mode="after")
+    def check_units(self) -> "ModbusEntry":
+        """Refuse a unit that is none of its value's."""
+        for column, point in self.points.items():
+            known = find_units(column)
+            if point.unit is not None and point.unit not in known:
+                raise ValueError(f"{column}: unit {point.unit}: expected one of {', '.join(known)}")
+            if point.type is None and "1" not in known:
+                raise ValueError(f"{column}: a {point.table} is one bit; expected a register")
+        return self
+
+
+def find_units(column: str) -> dict[str, tuple[float, float]]:
+    """Return the units of a value: factor and offset to its base unit."""
+    for ending in ("l_per_min", "position", "pa", "c", "w"):
+        if column.endswith(f"_{ending}"):
+            return LIQUID_UNITS[ending]
+    return LIQUID_UNITS[""]
+
+
+def to_base_unit(point: RegisterPoint, count: float, units: dict[str, tuple[float, float]]) -> float | None:
+    """Return a value in its base unit; None for a count that says that there is none."""
+    if count in point.missing:
+        return None
+    factor, offset = units[point.unit or "1"]
+    return count * (1.0 if point.scale is None else point.scale) * factor + offset
+
+
+def check_liquid_value(column: str, value: float | None) -> float | None:
+    """Return the value; None where no sensor of this kind gives it."""
+    low, high = LIQUID_LIMITS[column]
+    if value is None or not math.isfinite(value) or not low <= value <= high:
+        return None
+    return None if column in STATE_COLUMNS and value not in (0.0, 1.0) else value
+
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from phalanx_fleet.telemetry.modbus_map import check_liquid_value
+from phalanx_fleet.telemetry.modbus import check_liquid_value
 from phalanx_fleet.telemetry.polling import PollingThread
 from phalanx_fleet.telemetry.redfish import ControllerOptions, RedfishPoller, SushyClient
 from phalanx_fleet.telemetry.redfish_values import (

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values
-from phalanx_fleet.thermal.fit import TemperaturePlateau, find_plateau, fit_device
-from phalanx_fleet.thermal.model_file import KindConstants
+from phalanx_fleet.thermal.fit import KindConstants, TemperaturePlateau, find_plateau, fit_device
 
 RECENT_S = 7 * DAY_S
 PAST_S = 28 * DAY_S

@@ -15,9 +15,8 @@ from phalanx.safe_files import check_links
 from phalanx.telemetry.rollup import DEVICE_POWER_COLUMNS
 from phalanx_fleet.run_readings import list_run_directories
 from phalanx_fleet.thermal.device_series import DeviceSeries
-from phalanx_fleet.thermal.fit import fit_thermal_model
+from phalanx_fleet.thermal.fit import ThermalModelFile, fit_thermal_model, load_thermal_model, save_thermal_model
 from phalanx_fleet.thermal.heat_check import HeatCheck, check_heat
-from phalanx_fleet.thermal.model_file import ThermalModelFile, load_thermal_model, save_thermal_model
 from phalanx_fleet.thermal.series_csv import make_series, parse_time, read_series_csv
 
 __all__ = ["check_thermal", "fit_thermal", "parse_time", "read_device_series"]

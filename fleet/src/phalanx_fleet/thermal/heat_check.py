@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from phalanx_fleet.thermal.device_heat import RECENT_S, DeviceHeat, measure_heat
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, average_steady
-from phalanx_fleet.thermal.model_file import ThermalModelFile
+from phalanx_fleet.thermal.fit import ThermalModelFile
 
 HOT_K = 8.0
 """Excess at load that is a fault: more than two errors (3 K) of a model by kind and a warm inlet."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
-from phalanx_fleet.power_units import Power
+from phalanx_fleet.power_settings import Power
 from phalanx_fleet.thermal.cooling_tower import WATER_J_PER_KG_K, calibrate_tower
 from phalanx_fleet.thermal.device_series import Values
 

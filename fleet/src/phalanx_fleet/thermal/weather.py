@@ -8,8 +8,8 @@ import numpy as np
 
 from phalanx.errors import DataError, UsageError
 from phalanx_fleet.csv_table import CsvTable, check_names, open_csv, read_number
+from phalanx_fleet.thermal.cooling_tower import find_wet_bulb
 from phalanx_fleet.thermal.device_series import Values
-from phalanx_fleet.thermal.moist_air import find_wet_bulb
 
 WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
     "dry_bulb_c": (-60.0, 60.0),

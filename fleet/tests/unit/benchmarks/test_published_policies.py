@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from phalanx_fleet.simulate.checkpointing import CheckpointCosts
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import SchedulingPolicy, ShortestRemainingPolicy, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import SchedulingPolicy, ShortestRemainingPolicy
 from published_policies import (
     FairShare,
     FinishTimeFairnessPolicy,

@@ -16,8 +16,8 @@ from phalanx_fleet.pages import make_pages, power_page
 from phalanx_fleet.pages.cooling_page import DeviceMargin, list_margins, render_cooling
 from phalanx_fleet.pages.fleet_pages import FleetPages
 from phalanx_fleet.pages.fleet_routes import ServedFleet, load_served_fleet
-from phalanx_fleet.pages.node_history import HistoryPoint
 from phalanx_fleet.pages.power_page import BAR_WIDTH, LINE_WIDTH, read_levels, render_power
+from phalanx_fleet.pages.site_history import HistoryPoint
 from phalanx_fleet.power.load_targets import LoadTarget
 from phalanx_fleet.telemetry.service_reading import RackSample
 from serve_browser import Browser
