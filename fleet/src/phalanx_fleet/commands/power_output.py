@@ -10,6 +10,7 @@ from phalanx_fleet.power.committed_power import (
     LevelReading,
     find_committed_w,
     find_excesses,
+    list_committed,
     list_levels,
     plan_writes,
 )
@@ -155,11 +156,9 @@ def _sum_committed(fleet: PowerFleet, reading: PowerReading, allocation: Allocat
 
 
 def _list_committed(fleet: PowerFleet, reading: PowerReading, allocation: Allocation | None) -> list[float]:
-    caps_w: Sequence[Sequence[float | None]] = reading.bounds_w if allocation is None else allocation.caps_w
-    return [
-        find_committed_w(node.power, caps or bounds, fleet.settings.margin)
-        for node, caps, bounds in zip(fleet.tree.nodes, caps_w, reading.bounds_w, strict=True)
-    ]
+    planned: Sequence[Sequence[float | None]] = reading.bounds_w if allocation is None else allocation.caps_w
+    caps_w = [caps or bounds for caps, bounds in zip(planned, reading.bounds_w, strict=True)]
+    return list_committed(fleet.tree, caps_w, fleet.settings.margin)
 
 
 def _kilowatts(watts: float | None) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from phalanx_fleet.power.committed_power import TOLERANCE_W
 from phalanx_fleet.power.speed_curve import SpeedCurve
-from phalanx_fleet.power_tree import NO_PARENT, PowerTree
+from phalanx_fleet.power_tree import PowerTree
 
 SPEED_STEPS = 64
 """Steps between the lowest and the highest speed of a job."""
@@ -79,10 +79,7 @@ class _Group:
         self.types = sorted({tree.nodes[node].type_name for node in counts})
         self.watts_per_cap: dict[str, Watts] = {name: np.zeros(len(tree.levels)) for name in self.types}
         for node, count in counts.items():
-            level = tree.nodes[node].rack
-            while level != NO_PARENT:
-                self.watts_per_cap[tree.nodes[node].type_name][level] += count * (1 + margin)
-                level = tree.levels[level].parent
+            self.watts_per_cap[tree.nodes[node].type_name][tree.list_above(node)] += count * (1 + margin)
         self.num_devices = sum(counts.values())
         self.max_caps_w: dict[str, float] = {}
         self.min_caps_w: dict[str, float] = {}

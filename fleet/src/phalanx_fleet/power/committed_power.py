@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phalanx_fleet.power_tree import NO_PARENT, NodePower, PowerTree
+from phalanx_fleet.power_tree import NodePower, PowerTree
 
 TOLERANCE_W = 1e-6
 """Rounding of sums of floating point numbers."""
@@ -43,21 +43,29 @@ def find_committed_w(power: NodePower, caps_w: Sequence[float | None], margin: f
     return devices_w * (1 + margin) + power.rest_max_w
 
 
+def list_committed(tree: PowerTree, caps_w: Sequence[Sequence[float | None]], margin: float) -> list[float]:
+    """Return the committed power of each node at caps of each of its devices."""
+    return [find_committed_w(node.power, caps, margin) for node, caps in zip(tree.nodes, caps_w, strict=True)]
+
+
+def sum_levels(tree: PowerTree, node_watts: Sequence[float], budgets_w: Sequence[float | None]) -> list[LevelSum]:
+    """Return the sum of each level with a budget."""
+    return [
+        LevelSum(level.label, budget_w, watts)
+        for level, budget_w, watts in zip(tree.levels, budgets_w, tree.sum_by_level(node_watts), strict=True)
+        if budget_w is not None
+    ]
+
+
 def find_excesses(tree: PowerTree, committed_w: Sequence[float], budgets_w: Sequence[float | None]) -> list[LevelSum]:
     """Return the levels with more committed power than their budget, the worst first."""
-    found = [
-        LevelSum(level.label, budget_w, watts)
-        for level, budget_w, watts in zip(tree.levels, budgets_w, tree.sum_by_level(committed_w), strict=True)
-        if budget_w is not None and watts > budget_w + TOLERANCE_W
-    ]
+    found = [each for each in sum_levels(tree, committed_w, budgets_w) if each.watts > each.budget_w + TOLERANCE_W]
     return sorted(found, key=lambda each: -each.excess_w)
 
 
 def describe_excesses(tree: PowerTree, caps_w: Sequence[Sequence[float]], margin: float) -> str:
     """Return the levels over the fleet file's budgets at caps of each node, the worst first."""
-    pairs = zip(tree.nodes, caps_w, strict=True)
-    committed_w = [find_committed_w(node.power, caps, margin) for node, caps in pairs]
-    found = find_excesses(tree, committed_w, list_budgets(tree))
+    found = find_excesses(tree, list_committed(tree, caps_w, margin), list_budgets(tree))
     more = f" and {len(found) - MAX_NAMED_LEVELS} levels more" if len(found) > MAX_NAMED_LEVELS else ""
     return f"{'; '.join(map(str, found[:MAX_NAMED_LEVELS]))}{more}"
 
@@ -65,37 +73,6 @@ def describe_excesses(tree: PowerTree, caps_w: Sequence[Sequence[float]], margin
 def list_budgets(tree: PowerTree) -> list[float | None]:
     """Return the budget of each level as the fleet file has it."""
     return [level.budget_w for level in tree.levels]
-
-
-class CommittedTotals:
-    """The committed power of all levels, kept while single nodes change."""
-
-    def __init__(self, tree: PowerTree, committed_w: Sequence[float], budgets_w: Sequence[float | None]):
-        self._tree, self._budgets_w = tree, budgets_w
-        self._committed_w = list(committed_w)
-        self._totals_w = tree.sum_by_level(committed_w)
-
-    def has_headroom(self, node: int, more_w: float) -> bool:
-        """Return whether every level above a node has `more_w` watts left."""
-        level = self._tree.nodes[node].rack
-        while level >= 0:
-            budget_w = self._budgets_w[level]
-            if budget_w is not None and self._totals_w[level] + more_w > budget_w + TOLERANCE_W:
-                return False
-            level = self._tree.levels[level].parent
-        return True
-
-    def set_committed(self, node: int, committed_w: float) -> None:
-        """Replace the committed power of a node."""
-        more_w, self._committed_w[node] = committed_w - self._committed_w[node], committed_w
-        level = self._tree.nodes[node].rack
-        while level >= 0:
-            self._totals_w[level] += more_w
-            level = self._tree.levels[level].parent
-
-    def committed_of(self, node: int) -> float:
-        """Return the committed power of a node."""
-        return self._committed_w[node]
 
 
 @dataclass(frozen=True)
@@ -133,12 +110,10 @@ def list_levels(
     """Return all levels, each followed by all below it, down to the nodes of racks. `nodes`: in the tree's order."""
     by_rack: dict[int, list[LevelReading]] = {}
     below: dict[int, list[LevelReading]] = {}
-    for place, node in zip(tree.nodes, nodes, strict=True):
+    for number, (place, node) in enumerate(zip(tree.nodes, nodes, strict=True)):
         by_rack.setdefault(place.rack, []).append(replace(node, node=place.name, rack=tree.levels[place.rack].name))
-        index = place.rack
-        while index != NO_PARENT:
+        for index in tree.list_above(number):
             below.setdefault(index, []).append(node)
-            index = tree.levels[index].parent
     rows = []
     for index, depth in tree.walk():
         level, found = tree.levels[index], below.get(index, [])
@@ -210,16 +185,18 @@ def plan_raises(
 ) -> list[CapWrite]:
     """Return the raises towards `targets_w` that fit next to what every device may be enforcing now. While any level is
     over its budget, nothing below it is raised. The arguments are those of `plan_writes`."""
-    pairs = zip(tree.nodes, bounds_w, strict=True)
-    committed = [find_committed_w(node.power, bounds, margin) for node, bounds in pairs]
-    totals, writes = CommittedTotals(tree, committed, budgets_w), []
+    committed_w = list_committed(tree, bounds_w, margin)
+    totals_w, writes = tree.sum_by_level(committed_w), []
     for node, (bounds, targets) in enumerate(zip(bounds_w, targets_w, strict=True)):
         known = [bound for bound in bounds if bound is not None]
         if not targets or len(known) != len(bounds):
             continue
         caps = tuple(max(bound, target) for bound, target in zip(known, targets, strict=True))
-        more_w = find_committed_w(tree.nodes[node].power, caps, margin) - totals.committed_of(node)
-        if more_w > 0 and totals.has_headroom(node, more_w):
-            totals.set_committed(node, totals.committed_of(node) + more_w)
+        more_w = find_committed_w(tree.nodes[node].power, caps, margin) - committed_w[node]
+        above = [(level, budgets_w[level]) for level in tree.list_above(node)]
+        fits = all(budget is None or totals_w[level] + more_w <= budget + TOLERANCE_W for level, budget in above)
+        if more_w > 0 and fits:
+            for level, _ in above:
+                totals_w[level] += more_w
             writes.append(CapWrite(node, caps, True))
     return writes

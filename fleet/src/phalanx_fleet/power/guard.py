@@ -15,10 +15,11 @@ from phalanx_fleet.power.allocation import Allocation, HeldCaps, NodeCaps, NodeL
 from phalanx_fleet.power.committed_power import (
     CapWrite,
     LevelSum,
-    find_committed_w,
     find_excesses,
+    list_committed,
     plan_raises,
     plan_writes,
+    sum_levels,
 )
 from phalanx_fleet.power.links import NodeLinks
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
@@ -217,10 +218,7 @@ class PowerGuard:
         budgets_w = list(self._find_budgets())
         bounds = self.bound_caps(now)
         limits = [_find_limit(account.report, each) for account, each in zip(self._accounts, bounds, strict=True)]
-        committed_w = [
-            find_committed_w(node.power, each, self._settings.margin)
-            for node, each in zip(self._tree.nodes, bounds, strict=True)
-        ]
+        committed_w = list_committed(self._tree, bounds, self._settings.margin)
         measured_w = self._measure_nodes(bounds)
         reduced_w = self._correct(budgets_w, committed_w, measured_w)
         allocation = self._allocate(limits, reduced_w)
@@ -234,8 +232,8 @@ class PowerGuard:
         unsafe += self._describe_disobedience(over, now) if not unsafe else []
         self._has_asked = True
         return GuardStatus(
-            _sum_levels(self._tree, committed_w, budgets_w),
-            _sum_levels(self._tree, measured_w, budgets_w),
+            sum_levels(self._tree, committed_w, budgets_w),
+            sum_levels(self._tree, measured_w, budgets_w),
             writes,
             allocation.speeds,
             [
@@ -356,7 +354,7 @@ class PowerGuard:
         orders = {write.node: write.caps_w for write in writes}
         for index, (node, account, each) in enumerate(zip(self._tree.nodes, self._accounts, bounds, strict=True)):
             known, limit = [bound for bound in each if bound is not None], limits[index]
-            renews = over.isdisjoint(level.label for level in self._tree.list_levels(index))
+            renews = over.isdisjoint(self._tree.levels[level].label for level in self._tree.list_above(index))
             caps = orders.get(index) or (tuple(known) if renews and len(known) == len(each) else None)
             is_order = isinstance(limit, NodeCaps) and caps is not None and account.is_owned()
             request = NodeRequest(
@@ -388,10 +386,8 @@ class PowerGuard:
         bounds: Sequence[Sequence[float | None]],
         budgets_w: Sequence[float | None],
     ) -> list[str]:
-        lowest_w = [
-            find_committed_w(node.power, caps or each, self._settings.margin)
-            for node, each, caps in zip(self._tree.nodes, bounds, allocation.caps_w, strict=True)
-        ]
+        lowest = [caps or each for caps, each in zip(allocation.caps_w, bounds, strict=True)]
+        lowest_w = list_committed(self._tree, lowest, self._settings.margin)
         return [
             f"{each} at the lowest caps, with silent nodes at their maximum"
             for each in find_excesses(self._tree, lowest_w, budgets_w)
@@ -448,11 +444,3 @@ def _bound_raise(bounds: Sequence[float | None], targets: Sequence[float]) -> li
         step, least = target - bound, HYSTERESIS_SHARE * target
         result.append(target if step <= 0 else bound if step < least else bound + max(RAISE_GAIN * step, least))
     return result
-
-
-def _sum_levels(tree: PowerTree, node_watts: Sequence[float], budgets_w: Sequence[float | None]) -> list[LevelSum]:
-    return [
-        LevelSum(level.label, budget, watts)
-        for level, budget, watts in zip(tree.levels, budgets_w, tree.sum_by_level(node_watts), strict=True)
-        if budget is not None
-    ]

@@ -8,7 +8,7 @@ from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.audit_log import find_audit_problem
-from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
+from phalanx_fleet.power.committed_power import LevelSum, find_excesses, list_committed
 from phalanx_fleet.power.control import (
     POLL_INTERVAL_S,
     PowerFleet,
@@ -139,10 +139,8 @@ def find_release_excesses(
     restored: dict[str, list[float]] = {}
     for each in releases:
         restored.setdefault(each.node, []).append(max(each.original_w, each.cap_w or 0.0))
-    before = [find_committed_w(node.power, bounds, margin) for node, bounds in zip(tree.nodes, bounds_w, strict=True)]
-    after = [
-        find_committed_w(node.power, restored.get(node.name) or bounds, margin)
-        for node, bounds in zip(tree.nodes, bounds_w, strict=True)
-    ]
+    before = list_committed(tree, bounds_w, margin)
+    caps_w = [restored.get(node.name) or bounds for node, bounds in zip(tree.nodes, bounds_w, strict=True)]
+    after = list_committed(tree, caps_w, margin)
     was = {each.label: each.watts for each in find_excesses(tree, before, budgets_w)}
     return [each for each in find_excesses(tree, after, budgets_w) if each.watts > was.get(each.label, 0.0)]

@@ -19,7 +19,7 @@ from phalanx.run.directory import Run
 from phalanx.run.event_types import StepDone, WorkerStarted
 from phalanx.run.events import LineTail, parse_event
 from phalanx_fleet.audit_log import write_audit
-from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
+from phalanx_fleet.power.committed_power import LevelSum, find_excesses, list_committed
 from phalanx_fleet.power.control import PowerFleet, PowerReading, check_lease, make_writer_name, power_state_dir
 from phalanx_fleet.power.links import NodeLinks
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
@@ -338,8 +338,7 @@ def _find_highest_caps(
         for index in swept:
             cap_w = caps_at(share)[tree.nodes[index].type_name]
             bounds[index] = [None if bound is None else max(bound, cap_w) for bound in bounds[index]]
-        committed = [find_committed_w(node.power, each, margin) for node, each in zip(tree.nodes, bounds, strict=True)]
-        return next(iter(find_excesses(tree, committed, budgets_w)), None)
+        return next(iter(find_excesses(tree, list_committed(tree, bounds, margin), budgets_w)), None)
 
     if find_excess(1.0) is None:
         return most, []

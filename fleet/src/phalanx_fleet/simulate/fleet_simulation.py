@@ -110,7 +110,7 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
-        above = [level.label for level in tree.list_levels(members[0])]
+        above = [tree.levels[level].label for level in tree.list_above(members[0])]
         group.nodes.extend([NodeHistory(batch, age, tuple(above))] * len(members))
         group.num_racks += 1
     return list(groups.values())
