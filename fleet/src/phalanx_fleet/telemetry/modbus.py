@@ -4,11 +4,9 @@ Nothing in the map is guessed: neither the order of words nor a unit has a defau
 numbers. Modbus has neither times nor quality: a value is as old as its reading, and a counter of the controller, where
 the map has one, says that the controller lives."""
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -18,7 +16,14 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.polling import PollingThread
+from phalanx_fleet.telemetry.polling import (
+    LATE_AFTER_INTERVALS,
+    PolledSource,
+    PollingThread,
+    RefusalError,
+    ServiceError,
+    StartPollingFn,
+)
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 
 LIQUID_LIMITS: dict[str, tuple[float, float]] = {
@@ -147,25 +152,11 @@ def check_liquid_value(column: str, value: float | None) -> float | None:
     return None if column in STATE_COLUMNS and value not in (0.0, 1.0) else value
 
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_PORT = 502
-LATE_AFTER_INTERVALS = 3
 
 
-class ModbusError(Exception):
-    """The device does not answer, or refuses; the text says why."""
-
-
-class ModbusUnreachableError(ModbusError):
-    """The device does not answer."""
-
-
-class ModbusSource:
-    """The liquid of one CDU. `start_polling` calls a function at an interval in the background.
-
-    Raises SourceUnavailableError where the device does not answer at first; later its values are missing.
-    """
+class ModbusSource(PolledSource):
+    """The liquid of one CDU. Other arguments, and errors, as of PolledSource."""
 
     def __init__(
         self,
@@ -173,21 +164,14 @@ class ModbusSource:
         entry: ModbusEntry,
         client: "PymodbusClient",
         clock: Callable[[], float] = time.monotonic,
-        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+        start_polling: StartPollingFn = PollingThread,
     ):
-        self.name = entry.url
         self._id, self._entry, self._client, self._clock = id, entry, client, clock
-        self._newest: tuple[float, RackSample] | None = None
         self._refused: dict[str, str] = {}
-        self._failure = ""
         self._alive: tuple[float, float] | None = None
         """The controller's counter, and since when it has this value."""
-        try:
-            self._newest = self._read_points()
-        except ModbusError as error:
-            client.close()
-            raise SourceUnavailableError(f"{entry.url}: {error}") from error
-        self._polling = start_polling(self._poll, entry.interval_s)
+        empty = ServiceReading(racks=(RackSample(id=id, equipment="CDU"),))
+        super().__init__(entry.url, entry.interval_s, client, empty, clock, start_polling)
 
     @property
     def problems(self) -> Sequence[str]:
@@ -200,36 +184,17 @@ class ModbusSource:
 
     def read(self) -> ServiceReading:
         """The newest values with their age; none of them where they are late, or the controller has stopped."""
-        newest, empty = self._newest, RackSample(id=self._id, equipment="CDU")
-        if newest is None or self._is_stopped():
-            return ServiceReading(racks=(empty,))
-        age_s = self._clock() - newest[0]
-        if age_s > LATE_AFTER_INTERVALS * self._entry.interval_s:
-            return ServiceReading(racks=(empty,))
-        return ServiceReading(racks=(replace(newest[1], age_s=max(0.0, age_s)),))
-
-    def close(self) -> None:
-        """Stop asking, and end the connection."""
-        self._polling.stop()
-        self._client.close()
+        return self._empty if self._is_stopped() else super().read()
 
     def _is_stopped(self) -> bool:
         limit_s = LATE_AFTER_INTERVALS * self._entry.interval_s
         return self._alive is not None and self._clock() - self._alive[1] > limit_s
 
-    def _poll(self) -> None:
-        try:
-            self._newest, self._failure = self._read_points(), ""
-        except ModbusError as error:
-            if self._newest is not None:
-                logger.info("telemetry: %s: %s", self.name, error)
-            self._newest, self._failure = None, str(error)
-
-    def _read_points(self) -> tuple[float, RackSample]:
-        """A time before the values were read, and the values. A point that the device refuses is missing; ModbusError
-        where it refuses all."""
-        begin, entry = self._clock(), self._entry
+    def ask(self) -> ServiceReading:
+        """A point that the device refuses is missing; RefusalError where it refuses all."""
+        entry = self._entry
         if entry.alive is not None:
+            begin = self._clock()
             count = self._client.read(entry.alive)
             if self._alive is None or self._alive[0] != count:
                 self._alive = count, begin
@@ -238,18 +203,15 @@ class ModbusSource:
         for column, point in entry.points.items():
             try:
                 count = self._client.read(point)
-            except ModbusUnreachableError:
-                raise
-            except ModbusError as error:
+            except RefusalError as error:
                 refused[column] = str(error)
                 continue
             value = check_liquid_value(column, to_base_unit(point, count, find_units(column)))
             found[column] = value if value is None or column not in STATE_COLUMNS else bool(value)
         if refused and len(refused) == len(entry.points):
-            raise ModbusError(next(iter(refused.values())))
+            raise RefusalError(next(iter(refused.values())))
         self._refused = refused
-        sample = RackSample(id=self._id, equipment="CDU", **found)  # type: ignore[arg-type]
-        return begin, sample
+        return ServiceReading(racks=(RackSample(id=self._id, equipment="CDU", **found),))  # type: ignore[arg-type]
 
 
 def open_modbus(id: str, entry: ModbusEntry) -> ModbusSource:
@@ -306,12 +268,12 @@ class PymodbusClient:
     def _ask(self, call: Callable[[], object], point: RegisterPoint) -> object:
         try:
             if not self._client.connected and not self._client.connect():  # type: ignore[no-untyped-call]
-                raise ModbusUnreachableError("cannot be reached")
+                raise ServiceError("cannot be reached")
             answer = call()
         except (self._errors, OSError) as error:
             self._client.close()  # type: ignore[no-untyped-call]
-            raise ModbusUnreachableError(f"does not answer ({str(error) or type(error).__name__})") from None
+            raise ServiceError(f"does not answer ({str(error) or type(error).__name__})") from None
         if answer.isError():  # type: ignore[attr-defined]
             code = getattr(answer, "exception_code", None)
-            raise ModbusError(f"refuses {point.table} {point.address} (Modbus exception {code})")
+            raise RefusalError(f"refuses {point.table} {point.address} (Modbus exception {code})")
         return answer

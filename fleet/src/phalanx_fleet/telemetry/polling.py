@@ -1,18 +1,22 @@
-"""Call a function once, or again and again, in a thread of its own."""
+"""Call a function once, or again and again, in a thread of its own; and services that are read by such a thread."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from phalanx.telemetry.sample import SourceUnavailableError
+from phalanx_fleet.telemetry.service_reading import ServiceReading
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 """Seconds to wait for a call that has begun: a service may never answer."""
-
-
+LATE_AFTER_INTERVALS = 3
+"""A value that is older is missing."""
 ValueT = TypeVar("ValueT")
 
 
@@ -55,3 +59,93 @@ class PollingThread:
                 self._poll()
             except Exception:  # the next call comes nevertheless: what polls must not end silently
                 logger.exception("telemetry: a poll has failed")
+
+
+class ServiceError(Exception):
+    """A service does not answer, or not as expected; the text says why."""
+
+
+class RefusalError(ServiceError):
+    """A service refuses what it is asked for."""
+
+
+class AccessError(RefusalError):
+    """A service refuses its user."""
+
+
+class ServiceClient(Protocol):
+    """The connection to a service."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+StartPollingFn = Callable[[Callable[[], None], float], PollingThread]
+
+
+class PolledSource:
+    """The newest values of a service that takes long to answer. Subclasses `ask` it, and describe its `problems`.
+
+    Args:
+        url: Its address, for texts.
+        interval_s: Seconds from one reading to the next.
+        client: Is closed at the end.
+        empty: What is read where values are late, or the service does not answer.
+        clock: Seconds of a monotonic clock.
+        start_polling: Calls a function at an interval in the background.
+
+    Raises SourceUnavailableError where the service does not answer at first; later its values are missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        interval_s: float,
+        client: ServiceClient,
+        empty: ServiceReading,
+        clock: Callable[[], float],
+        start_polling: StartPollingFn,
+    ):
+        self.name, self._interval_s, self._service, self._empty, self._clock = url, interval_s, client, empty, clock
+        self._is_refused, self._failure = False, ""
+        try:
+            self._newest: tuple[float, ServiceReading] | None = (clock(), self.ask())
+        except ServiceError as error:
+            client.close()
+            raise SourceUnavailableError(f"{url}: {error}") from error
+        self._polling = start_polling(self._poll, interval_s)
+
+    def ask(self) -> ServiceReading:
+        """Read all values. Raises ServiceError."""
+        raise NotImplementedError
+
+    def read(self) -> ServiceReading:
+        """The newest values with their age; none of them where they are late."""
+        if self._newest is None:
+            return self._empty
+        asked_at, reading = self._newest
+        age_s = self._clock() - asked_at
+        if age_s > LATE_AFTER_INTERVALS * self._interval_s:
+            return replace(self._empty, host_age_s=age_s)
+        racks = tuple(replace(rack, age_s=max(0.0, age_s)) for rack in reading.racks)
+        return replace(reading, racks=racks, host_age_s=age_s)
+
+    def close(self) -> None:
+        """Stop asking, and end the connection."""
+        self._polling.stop()
+        self._service.close()
+
+    def _poll(self) -> None:
+        """Ask once. Where the service does not answer, all values are missing until it does."""
+        if self._is_refused:
+            return
+        asked_at = self._clock()
+        try:
+            self._newest, self._failure = (asked_at, self.ask()), ""
+        except AccessError as error:
+            logger.warning("telemetry: %s: %s; it is asked no more, since this may lock the user", self.name, error)
+            self._newest, self._is_refused = None, True
+        except ServiceError as error:
+            if self._newest is not None:
+                logger.info("telemetry: %s: %s", self.name, error)
+            self._newest, self._failure = None, str(error)

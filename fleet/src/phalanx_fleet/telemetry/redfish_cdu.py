@@ -5,14 +5,12 @@ point over Redfish has no heartbeat, so it would outlive what asked for it.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from phalanx_fleet.telemetry.modbus import check_liquid_value
-from phalanx_fleet.telemetry.polling import PollingThread
-from phalanx_fleet.telemetry.redfish import ControllerOptions, RedfishPoller, SushyClient
+from phalanx_fleet.telemetry.polling import PollingThread, ServiceError, StartPollingFn
+from phalanx_fleet.telemetry.redfish import ControllerOptions, ControllerSource, SushyClient
 from phalanx_fleet.telemetry.redfish_values import (
     SERVICE_ROOT,
-    RedfishLayoutError,
     Resource,
     count_failed_rotors,
     get_link,
@@ -51,6 +49,10 @@ class CduReader:
         self._client, self._id = client, id
         self._path = _find_cdu(client, cdu_id)
 
+    def read_service(self) -> ServiceReading:
+        """Read all values, as those of a rack."""
+        return ServiceReading(racks=(self.read(),))
+
     def read(self) -> RackSample:
         """Read all values. A value that is refused, null, absent or a code is None."""
         cdu = self._client.get(self._path)
@@ -86,8 +88,10 @@ class CduReader:
         return (True if True in states else None if is_faulty else False), is_faulty
 
 
-class RedfishCduSource:
-    """The liquid of one CDU; `id`: as samples have it. Other arguments, and errors, as of RedfishPoller."""
+class RedfishCduSource(ControllerSource):
+    """The liquid of one CDU; `id`: as samples have it. Other arguments, and errors, as of PolledSource."""
+
+    problems: Sequence[str] = ()
 
     def __init__(
         self,
@@ -95,24 +99,10 @@ class RedfishCduSource:
         options: RedfishCduOptions,
         client: SushyClient,
         clock: Callable[[], float] = time.monotonic,
-        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+        start_polling: StartPollingFn = PollingThread,
     ):
-        self.name, self._id = options.url, id
-        self.problems: Sequence[str] = ()
-        self._poller = RedfishPoller(
-            options, client, lambda found: CduReader(found, id, options.cdu), clock, start_polling
-        )
-
-    def read(self) -> ServiceReading:
-        """The newest values with their age; none of them where they are late."""
-        sample, age_s = self._poller.read()
-        if sample is None:
-            return ServiceReading(racks=(RackSample(id=self._id, equipment="CDU"),))
-        return ServiceReading(racks=(replace(sample, age_s=max(0.0, age_s)),))
-
-    def close(self) -> None:
-        """Stop asking, and end the session at the controller."""
-        self._poller.close()
+        empty = ServiceReading(racks=(RackSample(id=id, equipment="CDU"),))
+        super().__init__(options, client, lambda c: CduReader(c, id, options.cdu), empty, clock, start_polling)
 
 
 def open_redfish_cdu(
@@ -129,10 +119,10 @@ def _find_cdu(client: SushyClient, cdu_id: str) -> str:
         for path in paths:
             if path.rstrip("/").rsplit("/", 1)[-1] == cdu_id:
                 return path
-        raise RedfishLayoutError(f"has no CDU {cdu_id}; it has {list_names(paths)}")
+        raise ServiceError(f"has no CDU {cdu_id}; it has {list_names(paths)}")
     if len(paths) != 1:
         wanted = f"set cdu to one of {list_names(paths)}" if paths else "it serves no ThermalEquipment with CDUs"
-        raise RedfishLayoutError(f"has {len(paths)} CDUs; {wanted}")
+        raise ServiceError(f"has {len(paths)} CDUs; {wanted}")
     return paths[0]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from phalanx_fleet.telemetry.polling import AccessError, RefusalError
 from phalanx_fleet.telemetry.service_reading import read_number
 
 if TYPE_CHECKING:
@@ -15,22 +16,6 @@ BLANK_POWERS_W = frozenset((2**15 - 1, 2**16 - 1, 2**31 - 1, 2**32 - 1))
 """The largest numbers of a controller's types: "no value"."""
 MAX_TEMPERATURE_C = 200.0
 """Above it is a code, such as 255."""
-
-
-class RedfishStatusError(Exception):
-    """The controller refuses a resource; the text says why."""
-
-
-class RedfishAccessError(RedfishStatusError):
-    """The controller refuses the credentials."""
-
-
-class RedfishUnreachableError(Exception):
-    """The controller does not answer; the text says why."""
-
-
-class RedfishLayoutError(Exception):
-    """The controller has no chassis with sensors, or several; the text says which."""
 
 
 def list_names(paths: Iterable[str]) -> str:
@@ -96,14 +81,14 @@ def find_first(*values: float | None) -> float | None:
 
 def get_optional(client: "SushyClient", path: str | None) -> Resource:
     """Return a resource; an empty one where there is none, or the controller refuses this one. Raises
-    RedfishAccessError where it refuses the user."""
+    AccessError where it refuses the user."""
     if path is None:
         return {}
     try:
         return client.get(path)
-    except RedfishAccessError:
+    except AccessError:
         raise
-    except RedfishStatusError:
+    except RefusalError:
         return {}
 
 
