@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation, NodeFailure
-from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob, make_policy
+from phalanx_fleet.simulate.job_state import CheckpointCosts, ProgressClock, SimulatedJob, choose_interval, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
 
 

@@ -75,10 +75,11 @@ def fit(
     T0 and resistance, from hours, or from minutes where there are less than 3 days.
     """
     from phalanx.run.directory import check_output_path
-    from phalanx_fleet.thermal.device_models import fit_thermal
+    from phalanx_fleet.thermal.fit import fit_thermal_model, save_thermal_model
 
     check_output_path("--out", out, ["# Thermal constants by kind of device"])
-    model, problems = fit_thermal(_read(sources, column, kind, begin, until), out)
+    model, problems = fit_thermal_model(_read(sources, column, kind, begin, until))
+    save_thermal_model(model, out)
     if as_json:
         print(json.dumps({**model.model_dump(mode="json"), "problems": problems}, indent=2))
         return
@@ -142,7 +143,7 @@ def _read(
 
 
 def _parse_time(option: str, text: str | None) -> float | None:
-    from phalanx_fleet.thermal.device_models import parse_time
+    from phalanx_fleet.csv_table import parse_time
 
     if text is None:
         return None

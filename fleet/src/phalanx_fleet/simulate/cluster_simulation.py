@@ -6,9 +6,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from phalanx_fleet.simulate.checkpointing import AttemptTime
 from phalanx_fleet.simulate.job_state import (
     DEMOTED_ORDER,
+    AttemptTime,
     JobKey,
     ProgressingJobs,
     RunningJobs,

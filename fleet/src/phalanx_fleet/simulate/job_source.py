@@ -9,9 +9,8 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.csv_table import open_csv
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx_fleet.simulate.failures import SECONDS_PER_HOUR, FailureRates
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import CheckpointCosts, SimulatedJob, choose_interval
 from phalanx_fleet.simulation_settings import CheckpointEntry, JobClassEntry
 
 TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts
-from phalanx_fleet.simulate.job_state import SchedulingPolicy, ShortestRemainingPolicy, SimulatedJob
+from phalanx_fleet.simulate.job_state import CheckpointCosts, SchedulingPolicy, ShortestRemainingPolicy, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
 from published_policies import (
     FairShare,

@@ -17,7 +17,7 @@ from phalanx_fleet.latest_reading import LatestReading
 from phalanx_fleet.node_states import NodeChange, NodeState
 from phalanx_fleet.pages import agent_streams
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.cooling_page import list_margins, render_cooling
+from phalanx_fleet.pages.fleet_routes import list_margins, render_cooling
 from phalanx_fleet.pages.node_pages import (
     MAX_TABLE_NODES,
     build_heat_map,

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from phalanx.errors import DataError, UsageError
+from phalanx_fleet.simulate.site_series import read_weather
 from phalanx_fleet.thermal.cooling_tower import (
     WATER_J_PER_KG_K,
     find_air_share,
@@ -14,7 +15,6 @@ from phalanx_fleet.thermal.cooling_tower import (
 )
 from phalanx_fleet.thermal.plant import PlantControls, PlantHours, simulate_plant
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
-from phalanx_fleet.thermal.weather import read_weather
 
 HOURS = 48
 WET_C = 14 + 9 * np.sin(np.arange(HOURS) / 24 * 2 * np.pi)
