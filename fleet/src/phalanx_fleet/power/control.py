@@ -22,7 +22,7 @@ from phalanx_fleet.node_states import NodeStates
 from phalanx_fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
 from phalanx_fleet.power.committed_power import CapWrite, describe_excesses, list_budgets
 from phalanx_fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
-from phalanx_fleet.power.links import NodeLinks
+from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, load_sweep
@@ -90,16 +90,9 @@ def power_state_dir(fleet: PowerFleet) -> Path:
 
 def read_nodes(fleet: PowerFleet, links: NodeLinks, sleep: Callable[[float], None] = time.sleep) -> PowerReading:
     """Ask all nodes without becoming their writer. A node that does not answer in time is silent."""
-    nodes = fleet.tree.nodes
-    for node in nodes:
-        links.send(node.name, NodeRequest(1, 0, make_writer_name()))
-    reports: dict[str, NodeReport] = {}
-    until = seconds_since_boot() + fleet.settings.helper.timeout_s
-    while True:
-        reports |= {report.node: report for report in links.receive()}
-        if len(reports) >= links.count_reachable() or seconds_since_boot() >= until:
-            break
-        sleep(POLL_INTERVAL_S)
+    nodes, request = fleet.tree.nodes, NodeRequest(1, 0, make_writer_name())
+    requests = {node.name: request for node in nodes}
+    reports = ask_nodes(links, requests, fleet.settings.helper.timeout_s, sleep, seconds_since_boot)
     bounds: list[list[float | None]] = []
     notices, in_repair = [], find_in_repair(fleet)
     for node in nodes:

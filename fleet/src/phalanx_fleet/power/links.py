@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ from typing import Protocol
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_report
 from phalanx_fleet.power.node_keeper import NodeKeeper
+
+ANSWER_POLL_S = 0.05
+"""From one look at what has arrived to the next, where an answer is waited for."""
 
 
 class NodeLinks(Protocol):
@@ -38,6 +42,26 @@ class NodeLinks(Protocol):
 
     def close(self) -> None:
         """End the connections; what nodes were lent ends by their leases."""
+
+
+def ask_nodes(
+    links: NodeLinks,
+    requests: Mapping[str, NodeRequest],
+    timeout_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = seconds_since_boot,
+) -> dict[str, NodeReport]:
+    """Send a request to each node, and return the answers that come in time. Other reports are dropped."""
+    for node, request in requests.items():
+        links.send(node, request)
+    reports: dict[str, NodeReport] = {}
+    until = now() + timeout_s
+    while True:
+        arrived = [each for each in links.receive() if each.node in requests]
+        reports |= {each.node: each for each in arrived if each.seq == requests[each.node].seq}
+        if len(reports) >= min(len(requests), links.count_reachable()) or now() >= until:
+            return reports
+        sleep(ANSWER_POLL_S)
 
 
 class LocalLinks:

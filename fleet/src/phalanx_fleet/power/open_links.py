@@ -2,20 +2,19 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from phalanx.errors import UsageError
-from phalanx.run.boot_clock import seconds_since_boot
-from phalanx_fleet.power.control import POLL_INTERVAL_S, PowerFleet, make_writer_name, power_state_dir
+from phalanx_fleet.power.control import PowerFleet, make_writer_name, power_state_dir
 from phalanx_fleet.power.devices import CapDevice, CapError, open_cap_devices
 from phalanx_fleet.power.fake_fleet import open_fake_links
 from phalanx_fleet.power.links import (
     HelperLinks,
     LocalLinks,
     NodeLinks,
+    ask_nodes,
     connect_by_command,
     connect_to_socket,
     expand_command,
@@ -72,13 +71,8 @@ def _start_keeper(fleet: PowerFleet, node: str) -> HelperLinks:
     """Start a process that holds the devices: it ends leases also when this one is killed."""
     words = [sys.executable, "-m", "phalanx", "power", "keep-node", str(fleet.path.absolute())]
     links = HelperLinks({node: partial(connect_by_command, words)})
-    links.send(node, NodeRequest(1, 0, make_writer_name()))
-    until = seconds_since_boot() + KEEPER_START_TIMEOUT_S
-    while not links.receive():
-        if node in links.problems or seconds_since_boot() > until:
-            links.close()
-            raise UsageError(
-                f"{node}: {links.problems.get(node, 'the process that holds the devices does not answer')}"
-            )
-        time.sleep(POLL_INTERVAL_S)
+    if not ask_nodes(links, {node: NodeRequest(1, 0, make_writer_name())}, KEEPER_START_TIMEOUT_S):
+        links.close()
+        reason = links.problems.get(node, "the process that holds the devices does not answer")
+        raise UsageError(f"{node}: {reason}")
     return links

@@ -21,7 +21,7 @@ from phalanx.run.events import LineTail, parse_event
 from phalanx_fleet.audit_log import write_audit
 from phalanx_fleet.power.committed_power import LevelSum, find_excesses, list_committed
 from phalanx_fleet.power.control import PowerFleet, PowerReading, check_lease, make_writer_name, power_state_dir
-from phalanx_fleet.power.links import NodeLinks
+from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.speed_curve import SweptCap, choose_sweep_caps
 
@@ -96,17 +96,9 @@ class SweptNodes:
         return self._ask(requests)
 
     def _ask(self, requests: Mapping[str, NodeRequest]) -> dict[str, NodeReport]:
-        for name, request in requests.items():
-            self.links.send(name, request)
-        reports: dict[str, NodeReport] = {}
-        until = self.now() + ANSWER_TIMEOUT_S
-        while len(reports) < len(requests):
-            reports |= {each.node: each for each in self.links.receive() if each.seq == self.seq}
-            if len(reports) < len(requests):
-                if self.now() >= until:
-                    missing = sorted(requests.keys() - reports.keys())
-                    raise SweepError(f"{missing[0]}: does not answer; it restores its caps within {self.lease_s:g} s")
-                self.sleep(INTERVAL_S / 20)
+        reports = ask_nodes(self.links, requests, ANSWER_TIMEOUT_S, self.sleep, self.now)
+        if missing := sorted(requests.keys() - reports.keys()):
+            raise SweepError(f"{missing[0]}: does not answer; it restores its caps within {self.lease_s:g} s")
         for name, report in reports.items():
             if report.refusal:
                 raise SweepError(f"{name}: {'; '.join((report.refusal, *report.problems))}")
