@@ -1,14 +1,16 @@
 """The nodes of a fleet: list them with their newest readings, drain, test and undrain them."""
 
 import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from phalanx.cluster.health.runner import NodeHealthReport
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.jobs.backends.base import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
@@ -29,6 +31,11 @@ from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, Nod
 from phalanx_fleet.nodes_file import NodesFile, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
 from phalanx_fleet.telemetry.service_reading import RackSample
+
+logger = logging.getLogger(__name__)
+READ_INTERVAL_S = 5.0
+STOP_TIMEOUT_S = 5.0
+TESTED_REASON = "phalanx doctor: no check failed"
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,15 @@ class FleetSources:
 class FleetView:
     """All nodes, and what could not be read, in words."""
 
-    nodes: list[FleetNode]
-    problems: list[str] = field(default_factory=list)
-    new_suspects: list[NodeChange] = field(default_factory=list)
-    """Nodes that this reading found evidence against."""
+    nodes: Sequence[FleetNode] = ()
+    problems: Sequence[str] = ()
     racks: Sequence[RackSample] = ()
+    new_suspects: Sequence[NodeChange] = ()
+    """Nodes that this reading found evidence against."""
+    is_read: bool = True
+    """Whether all this was read at least once."""
+    is_current: bool = True
+    """Whether the last reading succeeded; otherwise these nodes are of an earlier one."""
 
 
 class FleetReader:
@@ -134,7 +145,7 @@ class FleetReader:
             )
             for name in names
         ]
-        return FleetView(nodes, problems, new_suspects, racks)
+        return FleetView(nodes, problems, racks, new_suspects)
 
     def close(self) -> None:
         """Close the services of the nodes file."""
@@ -194,6 +205,44 @@ class FleetReader:
         return find_newest_reading(None if minute is None else reading_from_minute(minute) for minute in minutes)
 
 
+class NodeReader:
+    """Reads the nodes. `update` reads once; `start` and `stop` have a thread do so, which opens what it reads by
+    `open_fleet`, and calls `on_end` at its end."""
+
+    def __init__(self, open_fleet: Callable[[], Callable[[], FleetView]], on_end: Callable[[], None] = lambda: None):
+        self._open_fleet, self._on_end = open_fleet, on_end
+        self._read: Callable[[], FleetView] | None = None
+        self.view = FleetView(is_read=False, is_current=False)
+        self._stop_requested = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+
+    def start(self) -> None:
+        """Keep the nodes up to date in a thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop_requested.set()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def update(self) -> None:
+        """Read the nodes once. Nodes that cannot be read stay as they were, with a problem."""
+        try:
+            self._read = self._read or self._open_fleet()
+            self.view = self._read()
+        except PhalanxError as error:
+            self.view = FleetView(self.view.nodes, [str(error)], is_current=False)
+        except Exception as error:  # the thread must not end: the next reading may succeed
+            logger.exception("serve: the nodes cannot be read")
+            self.view = FleetView(self.view.nodes, [f"the nodes cannot be read: {error}"], is_current=False)
+
+    def _run(self) -> None:
+        while not self._stop_requested.is_set():
+            self.update()
+            self._stop_requested.wait(READ_INTERVAL_S)
+        self._on_end()
+
+
 @dataclass(frozen=True)
 class NodeDetails:
     """A node with its history. Of this machine, also all readings now."""
@@ -209,7 +258,7 @@ def read_node_details(
     name: str,
     read_here: Callable[[], NodeReading] = read_local_node,
     now: Callable[[], float] = time.time,
-) -> tuple[NodeDetails, list[str]]:
+) -> tuple[NodeDetails, Sequence[str]]:
     """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
     is_here = name == find_node_name()
     here = read_here() if is_here else None
@@ -272,9 +321,6 @@ def _check_reason(node: str, reason: str) -> None:
 
 def _by_name(nodes: list[BackendNode]) -> dict[str, BackendNode]:
     return {node.name: node for node in nodes}
-
-
-TESTED_REASON = "phalanx doctor: no check failed"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from phalanx.serve.page_context import Message, PageContext
 from phalanx.serve.pages import render_each, render_rows, render_time
 from phalanx.telemetry.sample import NodeSample
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
-from phalanx_fleet.fleet_node import FleetNode
+from phalanx_fleet.fleet_node import FleetNode, add_samples
+from phalanx_fleet.node_list import NodeReader
+from phalanx_fleet.pages.agent_streams import AgentStreams
 from phalanx_fleet.pages.node_pages import LATE_AFTER_S, render_racks
 from phalanx_fleet.pages.power_page import read_levels, render_power, render_power_page
 from phalanx_fleet.pages.site_history import SiteHistory
@@ -128,22 +130,14 @@ def load_served_fleet(path: Path, targets: Path | None = None) -> ServedFleet:
     return ServedFleet(file, tree, None if targets is None else TargetsFileSource(targets, tree))
 
 
-@dataclass(frozen=True)
-class FleetReadings:
-    """What is known of the nodes and racks now."""
-
-    nodes: Sequence[FleetNode]
-    samples: Mapping[str, NodeSample]
-    racks: Sequence[RackSample]
-
-
 @dataclass
 class FleetRoutes:
     """The routes."""
 
     fleet: ServedFleet | None
     context: PageContext
-    read: Callable[[], FleetReadings]
+    nodes: NodeReader
+    streams: AgentStreams
     history: SiteHistory
     _shown: dict[str, tuple[int, str]] = field(default_factory=dict)
 
@@ -179,7 +173,8 @@ class FleetRoutes:
             return f'<p class="note">{NO_FLEET}</p>'
 
         def render(now: float) -> str:
-            shown = render_power(fleet.read_levels(self.read().nodes, now), self.history.level_lines, rack)
+            nodes = add_samples(self.nodes.view.nodes, self.streams.read_samples())
+            shown = render_power(fleet.read_levels(nodes, now), self.history.level_lines, rack)
             problem = None if fleet.targets is None else fleet.targets.problem
             return shown if problem is None else f'<p class="note problem">{escape(problem)}</p>{shown}'
 
@@ -187,8 +182,8 @@ class FleetRoutes:
 
     def _render_cooling(self) -> str:
         def render(now: float) -> str:
-            found = self.read()
-            return render_cooling(found.racks, list_margins(found.nodes, found.samples, now))
+            view, samples = self.nodes.view, self.streams.read_samples()
+            return render_cooling(view.racks, list_margins(add_samples(view.nodes, samples), samples, now))
 
         return self._share("cooling", render)
 

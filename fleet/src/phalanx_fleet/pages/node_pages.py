@@ -20,10 +20,10 @@ from phalanx.serve.pages import render_each, render_problem, render_rows, render
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample
 from phalanx.text_table import Column
 from phalanx_fleet.fleet_node import NO_READING_STATE, STALE_STATE, FleetNode, add_samples
+from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.node_table import DEVICE_COLUMNS, NODE_COLUMNS, RACK_COLUMNS, format_device, format_node, format_rack
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.node_reader import NodeList, NodeReader
 from phalanx_fleet.pages.power_page import format_watts
 from phalanx_fleet.pages.site_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint, SiteHistory
 from phalanx_fleet.telemetry.service_reading import RackSample
@@ -82,7 +82,7 @@ def _percent(value: float) -> int:
     return round(100 * min(1.0, max(0.0, value)))
 
 
-def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: float) -> str:
+def render_nodes(found: FleetView, nodes: Sequence[FleetNode], text: str, now: float) -> str:
     """The table of nodes; those that are not healthy first, MAX_TABLE_NODES at most. Each word of `text` is part of a
     name or state."""
     parts = [f'<p class="note problem">{escape(problem)}</p>' for problem in found.problems]
@@ -278,14 +278,14 @@ class NodeRoutes:
 
     def _find_node(self, name: str) -> tuple[FleetNode | None, NodeSample | None]:
         samples = self.streams.read_samples()
-        nodes = add_samples([each for each in self.nodes.nodes.nodes if each.name == name], samples)
+        nodes = add_samples([each for each in self.nodes.view.nodes if each.name == name], samples)
         return next(iter(nodes), None), samples.get(name)
 
     def _render_nodes(self, by: str, text: str) -> tuple[str, dict[str, Any]]:
         """The table and the heat map; browsers that look at the same share them for a second."""
         now = self.context.wall_clock()
         if self._shown is None or self._shown[:2] != ((by, text), int(now)):
-            found, samples = self.nodes.nodes, self.streams.read_samples()
+            found, samples = self.nodes.view, self.streams.read_samples()
             nodes = add_samples(found.nodes, samples)
             found = replace(found, problems=[*found.problems, *self.streams.list_problems()])
             shown = render_nodes(found, nodes, text, now), build_heat_map(nodes, samples, by, now)
