@@ -4,7 +4,6 @@ Nothing in the map is guessed: neither the order of words nor a unit has a defau
 numbers. Modbus has neither times nor quality: a value is as old as its reading, and a counter of the controller, where
 the map has one, says that the controller lives."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
@@ -24,22 +23,14 @@ from phalanx_fleet.telemetry.polling import (
     ServiceError,
     StartPollingFn,
 )
-from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
+from phalanx_fleet.telemetry.service_reading import (
+    LIQUID_LIMITS,
+    STATE_COLUMNS,
+    RackSample,
+    ServiceReading,
+    check_liquid_value,
+)
 
-LIQUID_LIMITS: dict[str, tuple[float, float]] = {
-    "supply_temperature_c": (-40.0, 150.0),
-    "return_temperature_c": (-40.0, 150.0),
-    "set_point_c": (-40.0, 150.0),
-    "flow_l_per_min": (0.0, 30_000.0),
-    "differential_pressure_pa": (-1e6, 1e7),
-    "valve_position": (0.0, 1.0),
-    "power_w": (0.0, 1e7),
-    "failed_pumps": (0.0, 100.0),
-    "has_leak": (0.0, 1.0),
-    "has_leak_sensor_fault": (0.0, 1.0),
-}
-STATE_COLUMNS = ("has_leak", "has_leak_sensor_fault")
-"""Of which 0 is no and 1 is yes; anything else is no value."""
 RegisterType = Literal["int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
 RegisterTable = Literal["holding", "input", "coil", "discrete"]
 WordOrder = Literal["big", "little"]
@@ -142,14 +133,6 @@ def to_base_unit(point: RegisterPoint, count: float, units: dict[str, tuple[floa
         return None
     factor, offset = units[point.unit or "1"]
     return count * (1.0 if point.scale is None else point.scale) * factor + offset
-
-
-def check_liquid_value(column: str, value: float | None) -> float | None:
-    """Return the value; None where no sensor of this kind gives it."""
-    low, high = LIQUID_LIMITS[column]
-    if value is None or not math.isfinite(value) or not low <= value <= high:
-        return None
-    return None if column in STATE_COLUMNS and value not in (0.0, 1.0) else value
 
 
 DEFAULT_PORT = 502

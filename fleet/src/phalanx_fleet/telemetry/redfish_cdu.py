@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx_fleet.telemetry.modbus import check_liquid_value
 from phalanx_fleet.telemetry.polling import PollingThread, ServiceError, StartPollingFn
 from phalanx_fleet.telemetry.redfish import ControllerOptions, ControllerSource, SushyClient
 from phalanx_fleet.telemetry.redfish_values import (
@@ -23,7 +22,7 @@ from phalanx_fleet.telemetry.redfish_values import (
     read_power,
     read_state,
 )
-from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
+from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, check_liquid_value
 
 CONNECTOR_NUMBERS = {
     "supply_temperature_c": ("SupplyTemperatureCelsius", "Reading", 1.0),
