@@ -53,19 +53,16 @@ class NodeEvidence:
     text: str
 
 
-EvidenceTable = Mapping[str, EvidenceRule]
-
-
 @cache
-def read_evidence_table() -> EvidenceTable:
+def read_evidence_table() -> Mapping[str, EvidenceRule]:
     """The rules by the kind of evidence."""
     rows = YAML(typ="safe", pure=True).load((files("phalanx_fleet") / "data/evidence.yaml").read_text())
     return {kind: EvidenceRule(NodeState(row["state"]), row["at_least"], row["advice"]) for kind, row in rows.items()}
 
 
-def find_evidence(minutes: Iterable[NodeMinute], events: Iterable[Event], table: EvidenceTable) -> list[NodeEvidence]:
+def find_evidence(minutes: Iterable[NodeMinute], events: Iterable[Event]) -> list[NodeEvidence]:
     """Return what makes a node suspect, by time. `minutes` and `events` are those of one run, in order."""
-    found = (*_find_in_minutes(minutes, table), *_find_in_events(events, table))
+    found = (*_find_in_minutes(minutes), *_find_in_events(events))
     return sorted(found, key=lambda evidence: evidence.time)
 
 
@@ -103,21 +100,20 @@ def has_errors(minute: NodeMinute) -> bool:
     )
 
 
-def _find_in_minutes(minutes: Iterable[NodeMinute], table: EvidenceTable) -> Iterator[NodeEvidence]:
+def _find_in_minutes(minutes: Iterable[NodeMinute]) -> Iterator[NodeEvidence]:
     counts: Counter[tuple[str, str, int]] = Counter()
     for minute in minutes:
         for id, device in minute.devices.items():
             for number in device.xids:
                 counts[minute.node, id, number] += 1
-                yield from _judge_xid(minute, id, number, counts[minute.node, id, number], table)
+                yield from _judge_xid(minute, id, number, counts[minute.node, id, number])
             for column, (kind, noun) in COUNTER_EVIDENCE.items():
                 count = device.increases.get(column, 0.0)
-                if is_suspicious(table, kind, count):
-                    text = f"{count:.0f} {noun} on {id} within a minute: {table[kind].advice}"
-                    yield NodeEvidence(minute.node, kind, minute.time, text)
+                text = f"{count:.0f} {noun} on {id} within a minute"
+                yield from judge_evidence(minute.node, kind, minute.time, count, text)
 
 
-def _judge_xid(minute: NodeMinute, id: str, number: int, count: int, table: EvidenceTable) -> Iterator[NodeEvidence]:
+def _judge_xid(minute: NodeMinute, id: str, number: int, count: int) -> Iterator[NodeEvidence]:
     """`count`: how many times this Xid came on this accelerator, so far. One that the catalog does not have says
     nothing."""
     entry = find_xid(number)
@@ -127,43 +123,37 @@ def _judge_xid(minute: NodeMinute, id: str, number: int, count: int, table: Evid
     severity = list(XidAction).index
     action = entry.action if count == 1 else max(entry.action, entry.repeated, key=severity)
     kind = f"xid-{action}"
-    if is_suspicious(table, kind, 1.0):
-        again = "" if count == 1 else f", {count} times"
-        text = f"Xid {number} on {id}{again} ({entry.meaning}): {table[kind].advice}"
-        yield NodeEvidence(minute.node, kind, minute.time, text)
+    again = "" if count == 1 else f", {count} times"
+    yield from judge_evidence(minute.node, kind, minute.time, 1.0, f"Xid {number} on {id}{again} ({entry.meaning})")
 
 
-def _find_in_events(events: Iterable[Event], table: EvidenceTable) -> Iterator[NodeEvidence]:
+def _find_in_events(events: Iterable[Event]) -> Iterator[NodeEvidence]:
     hosts: dict[int, str] = {}
     for event in events:
         if isinstance(event, WorkerStarted):
             hosts[event.rank] = event.host
         elif isinstance(event, StragglerDetected | WorkerFailure):
             node = event.host or hosts.get(event.rank)
-            found = _judge_event(event, table)
-            if node is not None and found is not None:
-                kind, text = found
-                yield NodeEvidence(node, kind, event.time, f"{text}: {table[kind].advice}")
+            if node is not None:
+                yield from _judge_event(event, node)
 
 
-def _judge_event(event: StragglerDetected | WorkerFailure, table: EvidenceTable) -> tuple[str, str] | None:
-    """The kind of evidence of an event, and what happened; None where it is none."""
+def _judge_event(event: StragglerDetected | WorkerFailure, node: str) -> Iterator[NodeEvidence]:
     if isinstance(event, StragglerDetected):
-        kind, figure = "straggler", event.slowdown
         text = f"rank {event.rank} takes {event.slowdown:.1f} times as long as its peers"
+        yield from judge_evidence(node, "straggler", event.time, event.slowdown, text)
     elif event.cause == "gpu_failed":
-        kind, figure, text = "gpu-failed", 1.0, f"the GPU of rank {event.rank} failed"
+        yield from judge_evidence(node, "gpu-failed", event.time, 1.0, f"the GPU of rank {event.rank} failed")
     elif event.cause == "exit_code" and event.exit_code == ExitCode.UNFIT_NODE:
-        kind, figure, text = "unfit-node", 1.0, f"a run left it as unfit ({event.message})"
-    else:
-        return None
-    return (kind, text) if is_suspicious(table, kind, figure) else None
+        text = f"a run left it as unfit ({event.message})"
+        yield from judge_evidence(node, "unfit-node", event.time, 1.0, text)
 
 
-def is_suspicious(table: EvidenceTable, kind: str, figure: float) -> bool:
-    """Whether a figure of this kind makes a node suspect."""
-    rule = table.get(kind)
-    return rule is not None and rule.state is NodeState.SUSPECT and figure >= rule.at_least
+def judge_evidence(node: str, kind: str, time: float, figure: float, text: str) -> Iterator[NodeEvidence]:
+    """Return the evidence of this kind with its advice where the figure makes a node suspect; else nothing."""
+    rule = read_evidence_table().get(kind)
+    if rule is not None and rule.state is NodeState.SUSPECT and figure >= rule.at_least:
+        yield NodeEvidence(node, kind, time, f"{text}: {rule.advice}")
 
 
 @dataclass(frozen=True)
@@ -205,12 +195,6 @@ def find_cooling_findings(
     return found
 
 
-def make_cooling_evidence(
-    node: str, findings: Sequence[CoolingFinding], table: EvidenceTable, now: float
-) -> list[NodeEvidence]:
+def make_cooling_evidence(node: str, findings: Iterable[CoolingFinding], now: float) -> list[NodeEvidence]:
     """Return the evidence in the findings of a node."""
-    return [
-        NodeEvidence(node, each.kind, now, f"{each.text}: {table[each.kind].advice}")
-        for each in findings
-        if is_suspicious(table, each.kind, 1.0)
-    ]
+    return [each for found in findings for each in judge_evidence(node, found.kind, now, 1.0, found.text)]

@@ -22,7 +22,6 @@ from phalanx_fleet.evidence import (
     apply_evidence,
     find_cooling_findings,
     make_cooling_evidence,
-    read_evidence_table,
 )
 from phalanx_fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
 from phalanx_fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
@@ -168,14 +167,13 @@ class FleetReader:
         before."""
         node_names = {host: node.name for node in backend_nodes.values() for host in node.host_names}
         node_names |= {name: name for name in names}
-        evidence = [each for run in self._runs.values() for each in run.list_evidence(read_evidence_table())]
+        evidence = [each for run in self._runs.values() for each in run.list_evidence()]
         known = [
             replace(each, node=node_names[each.node])
             for each in evidence
             if each.node in node_names and each.time <= self._now()
         ]
-        table = read_evidence_table()
-        cooling = [each for name in names for each in make_cooling_evidence(name, findings[name], table, self._now())]
+        cooling = [each for name in names for each in make_cooling_evidence(name, findings[name], self._now())]
         return apply_evidence(self._states, sorted([*known, *cooling], key=lambda each: each.time))
 
     def _read_runs(self, problems: list[str]) -> None:

@@ -16,7 +16,7 @@ from phalanx_fleet.nodes_file import NodesFile, NodesFileEntry
 from phalanx_fleet.telemetry.modbus import ModbusEntry, open_modbus
 from phalanx_fleet.telemetry.mqtt import MqttOptions, open_mqtt
 from phalanx_fleet.telemetry.polling import start_call
-from phalanx_fleet.telemetry.prometheus import PrometheusOptions, open_prometheus
+from phalanx_fleet.telemetry.prometheus import RENEWAL_S, PrometheusSource
 from phalanx_fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, ServiceSource
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class ServiceOpeners:
     """How each kind of service is opened."""
 
-    prometheus: Callable[[PrometheusOptions], ServiceSource] = open_prometheus
+    prometheus: Callable[[str], ServiceSource] = PrometheusSource
     redfish: Callable[[RedfishOptions], ServiceSource] = open_redfish
     mqtt: Callable[[MqttOptions], ServiceSource] = open_mqtt
     redfish_cdu: Callable[[str, RedfishCduOptions], ServiceSource] = open_redfish_cdu
@@ -159,11 +159,10 @@ class NodeServices:
 def _make_services(entry: NodesFileEntry, openers: ServiceOpeners) -> list[_Service]:
     services = []
     if entry.prometheus is not None:
-        endpoint = PrometheusOptions(url=entry.prometheus)
-        services.append(_Service(endpoint.url, lambda: openers.prometheus(endpoint), endpoint.renewal_s))
+        services.append(_Service(entry.prometheus, partial(openers.prometheus, entry.prometheus), RENEWAL_S))
     if entry.redfish is not None:
-        controller = entry.redfish
-        services.append(_Service(controller.url, lambda: openers.redfish(controller), controller.interval_s))
+        open_controller = partial(openers.redfish, entry.redfish)
+        services.append(_Service(entry.redfish.url, open_controller, entry.redfish.interval_s))
     return services
 
 
@@ -171,8 +170,7 @@ def _make_liquid_services(file: NodesFile, openers: ServiceOpeners) -> list[_Ser
     """The bus, and the CDUs that are not on it."""
     services = []
     if file.mqtt is not None:
-        bus = file.mqtt
-        services.append(_Service(bus.url, lambda: openers.mqtt(bus), SAMPLE_INTERVAL_S))
+        services.append(_Service(file.mqtt.url, partial(openers.mqtt, file.mqtt), SAMPLE_INTERVAL_S))
     for cdu in file.cdus:
         if cdu.redfish is not None:
             open_cdu = partial(openers.redfish_cdu, cdu.id, cdu.redfish)

@@ -12,7 +12,7 @@ from phalanx.run import Run
 from phalanx.run.event_types import Event, StragglerDetected, WorkerFailure, WorkerStarted
 from phalanx.run.events import LineTail, parse_event
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
-from phalanx_fleet.evidence import EvidenceTable, NodeEvidence, find_evidence, has_errors, may_have_errors
+from phalanx_fleet.evidence import NodeEvidence, find_evidence, has_errors, may_have_errors
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class RunReadings:
         self._suspicious_minutes: list[NodeMinute] = []
         self._relevant_events: list[Event] = []
 
-    def list_evidence(self, table: EvidenceTable) -> list[NodeEvidence]:
+    def list_evidence(self) -> list[NodeEvidence]:
         """Return the evidence against nodes in what was read of minutes so far, and in the events until now."""
         self._read_events()
-        return find_evidence(self._suspicious_minutes, self._relevant_events, table)
+        return find_evidence(self._suspicious_minutes, self._relevant_events)
 
     def read_minutes(self) -> list[NodeMinute]:
         """Return the newest minute of each node, and those with errors before it since the last call, of each node in

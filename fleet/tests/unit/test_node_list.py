@@ -99,7 +99,7 @@ def test_nodes_of_a_file_come_after_the_backends_and_have_their_own_sources(flee
             raise ConnectionRefusedError(111, "Connection refused")
         return pages[url]
 
-    openers = ServiceOpeners(prometheus=lambda options: PrometheusSource(options.url, lambda: NOW, fetch))
+    openers = ServiceOpeners(prometheus=lambda url: PrometheusSource(url, lambda: NOW, fetch))
     file = fleet.folder / "nodes.yaml"
     file.write_text("nodes: [{name: n2, prometheus: 'http://n2/'}, {name: x1, prometheus: 'http://x1/'}]\n")
     view = fleet.reader(file, openers=openers).read()

@@ -53,7 +53,7 @@ class FakeServices:
     opened: list[str] = field(default_factory=list)
 
     def open(self, options: object) -> FakeSource:
-        url = str(options.url)  # type: ignore[attr-defined]
+        url = options if isinstance(options, str) else str(options.url)  # type: ignore[attr-defined]
         if url in self.down:
             raise SourceUnavailableError(f"{url}: connection refused")
         self.opened.append(url)

@@ -77,13 +77,12 @@ def test_a_fleet_is_not_called_like_a_path(tmp_path: Path, name: str) -> None:
             (text, r"expected KEY=VALUE, such as spares=0.04; one with spaces stands in quotes")
             for text in ("spares=4 %", "spares", "jobs.a.devices={8: 1}", "=3")
         ),
-        ("spares=0.25", r"simulate.spares=0.25: the same is given for all variants; leave it out"),
     ],
 )
 def test_a_variant_that_cannot_be_meant_is_refused(tmp_path: Path, variant: str, problem: str) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
     with pytest.raises(PhalanxError, match=problem):
-        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1, ["simulate.spares=0.5"])
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ class FleetHours:
     num_devices: int
     waiting_jobs: Values
     pue: Values
-    water_l: Values
     supply_c: Values
     """NaN without a plant."""
     allowed_power: Values
@@ -129,7 +128,6 @@ def measure_site(
         num_devices=sum(group.num_nodes * group.power.num_devices for group in groups),
         waiting_jobs=_sum_groups(groups, until_s, _waiting_steps),
         pue=pue,
-        water_l=water_l,
         supply_c=supply_c,
         allowed_power=allowed_power,
         price_per_kwh=price,
