@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, FakeNode, FaultyCapDevice, make_fake_nodes
@@ -74,8 +75,9 @@ def test_a_curve_of_noisy_points_never_falls() -> None:
     curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (150, 8.0), (200, 7.0), (250, 10.0))])
     assert [curve.speed_at(cap) for cap in (100, 150, 200, 250)] == pytest.approx([0.4, 0.75, 0.75, 1.0])
     assert list(curve.speeds) == sorted(curve.speeds)
-    assert curve.cap_at(0.4) == 100.0
-    assert curve.speed_at(curve.cap_at(0.9)) == pytest.approx(0.9)
+    low_w, high_w = curve.find_caps(np.array([0.4, 0.9])).tolist()
+    assert low_w == 100.0
+    assert curve.speed_at(high_w) == pytest.approx(0.9)
 
 
 def test_a_sweep_of_one_cap_is_refused() -> None:

@@ -71,11 +71,6 @@ PrintLinesFn = Callable[[list[str]], None]
 WATCH_INTERVAL_S = 5.0
 
 
-@app.callback()
-def group() -> None:
-    """Show, drain, test and undrain nodes."""
-
-
 @app.command("ls")
 def list_nodes(
     on: OnOption = None,

@@ -29,11 +29,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TakeOverOption = Annotated[bool, typer.Option("--take-over", help="Take nodes over from another guard.")]
 
 
-@app.callback()
-def group() -> None:
-    """Hold the budgets of sites, feeds, rows and racks by power caps."""
-
-
 @app.command()
 def plan(
     fleet: FleetArgument,

@@ -53,11 +53,6 @@ CHECK_NUMBERS = ("HOTTEST", "AT", "VS KIND", "VS PAST", "R RATIO")
 CHECK_COLUMNS = make_columns("NODE", "DEVICE", "KIND", *CHECK_NUMBERS, "FINDING", numbers=CHECK_NUMBERS)
 
 
-@app.callback()
-def group() -> None:
-    """Find nodes that run hot; guard cooling."""
-
-
 @app.command()
 def fit(
     sources: SourcesArgument,

@@ -85,16 +85,8 @@ class SpeedCurve:
         """Return the share of the full speed at a cap; below the lowest measured cap, that of the lowest."""
         return float(np.interp(cap_w, self.caps_w, self.speeds))
 
-    def draw_at(self, cap_w: float) -> float:
-        """Return the watts that a device draws at a cap."""
-        return float(np.interp(cap_w, self.caps_w, self.draws_w))
-
-    def cap_at(self, speed: float) -> float:
-        """Return the lowest cap at which the job has a speed; the highest measured one where none has."""
-        return float(self.find_caps(np.array([speed]))[0])
-
     def find_caps(self, speeds: Numbers) -> Numbers:
-        """Return `cap_at` of each of `speeds` [n]."""
+        """Return the lowest cap for each of `speeds` [n]; the highest measured one where none has that speed."""
         known, caps = np.array(self.speeds), np.array(self.caps_w)
         above = np.searchsorted(known, speeds - 1e-12)
         high = np.clip(above, 1, len(known) - 1)
