@@ -19,16 +19,17 @@ from phalanx.telemetry.record import NodeSampler, open_local_sources
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, TelemetrySource
 from phalanx_fleet.evidence import (
     CoolingFinding,
+    RunReadings,
     apply_evidence,
     find_cooling_findings,
+    list_run_directories,
     make_cooling_evidence,
+    select_recent_runs,
 )
 from phalanx_fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
 from phalanx_fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
-from phalanx_fleet.node_services import NodeServices, ServiceOpeners
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, NodeStates
-from phalanx_fleet.nodes_file import NodesFile, find_racks_of_nodes, load_nodes_file
-from phalanx_fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
+from phalanx_fleet.nodes_file import NodeServices, NodesFile, ServiceOpeners, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from fake_nodes import FakeNodeBackend
 from phalanx_fleet.evidence import find_cooling_findings
 from phalanx_fleet.latest_reading import LatestReading
 from phalanx_fleet.node_list import FleetReader, FleetSources
-from phalanx_fleet.node_services import ServiceOpeners
 from phalanx_fleet.node_states import NodeState, NodeStates
+from phalanx_fleet.nodes_file import ServiceOpeners
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 
 NOW = 1000.0

@@ -17,8 +17,8 @@ from phalanx.run.event_types import WorkerFailure, WorkerStarted
 from phalanx.run.events import EventLog
 from phalanx.telemetry.sample import HostSample, NodeSample
 from phalanx_fleet.node_list import FleetReader, FleetSources, drain_node, undrain_node
-from phalanx_fleet.node_services import ServiceOpeners
 from phalanx_fleet.node_states import NodeState, NodeStates
+from phalanx_fleet.nodes_file import ServiceOpeners
 from phalanx_fleet.telemetry.prometheus import PrometheusSource
 
 NOW = 1000.0

@@ -8,11 +8,10 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.telemetry.sample import DeviceSample, HostSample, SourceUnavailableError
-from phalanx_fleet import node_services
+from phalanx_fleet import nodes_file
 from phalanx_fleet.fleet_node import merge_readings
 from phalanx_fleet.latest_reading import LatestReading
-from phalanx_fleet.node_services import NodeServices, ServiceOpeners
-from phalanx_fleet.nodes_file import load_nodes_file
+from phalanx_fleet.nodes_file import NodeServices, ServiceOpeners, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 from settable_clock import SettableClock
 
@@ -170,7 +169,7 @@ def test_a_service_that_never_answers_blinds_no_other(
             answers.wait(60)
             return self.reading
 
-    monkeypatch.setattr(node_services, "RETRY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(nodes_file, "RETRY_TIMEOUT_S", 0.0)
     services.sources[url] = Dripping(services.sources[url].reading)
     for service in [each for group in found._services.values() for each in group] + found._liquid:
         service._wait_s = 0.1 if service._url == url else 60.0

@@ -18,11 +18,10 @@ from phalanx_fleet.commands.nodes import FleetOption
 from phalanx_fleet.node_table import make_columns
 
 if TYPE_CHECKING:
-    from phalanx_fleet.thermal.device_heat import DeviceHeat
     from phalanx_fleet.thermal.device_series import DeviceSeries
     from phalanx_fleet.thermal.fit import ThermalModelFile
     from phalanx_fleet.thermal.guard import ResponseEvent
-    from phalanx_fleet.thermal.heat_check import HeatCheck
+    from phalanx_fleet.thermal.heat_check import DeviceHeat, HeatCheck
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; guard cooling.")
 

@@ -25,8 +25,8 @@ from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeRe
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.nodes_file import load_nodes_file
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.fleet_routes import FleetRoutes, load_served_fleet
 from phalanx_fleet.pages.node_pages import NodeRoutes
+from phalanx_fleet.pages.power_page import FleetRoutes, load_served_fleet
 from phalanx_fleet.pages.site_history import SiteHistory
 from phalanx_fleet.power.committed_power import LevelReading
 

@@ -24,7 +24,6 @@ from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.node_table import DEVICE_COLUMNS, NODE_COLUMNS, RACK_COLUMNS, format_device, format_node, format_rack
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.power_page import format_watts
 from phalanx_fleet.pages.site_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint, SiteHistory
 from phalanx_fleet.telemetry.service_reading import RackSample
 
@@ -296,3 +295,8 @@ class NodeRoutes:
 def _read_node_query(request: Request) -> tuple[str, str]:
     by = request.query_params.get("by", "")
     return by if by in HEAT_MAPS else next(iter(HEAT_MAPS)), request.query_params.get("q", "").strip()
+
+
+def format_watts(watts: float) -> str:
+    """Write 12.3 kW, or 1.25 MW."""
+    return f"{watts / 1e6:.2f} MW" if abs(watts) >= 1e6 else f"{watts / 1e3:.1f} kW"

@@ -23,15 +23,16 @@ from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
+    GroupOutcome,
     add_histories,
     device_power,
     find_cap_speed,
     measure_power,
+    set_clocks,
     supply_power,
 )
 from phalanx_fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx_fleet.simulate.site_series import SiteHours
-from phalanx_fleet.simulate.throttling import GroupOutcome, set_clocks
 from phalanx_fleet.simulation_settings import (
     REPLAY_CLASS,
     CheckpointEntry,

@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx_fleet.simulate.power_model import integrate_steps
+from phalanx_fleet.simulate.power_model import (
+    GroupOutcome,
+    PowerStep,
+    find_allowed_power,
+    integrate_steps,
+    list_power_steps,
+)
 from phalanx_fleet.simulate.site_series import SECONDS_PER_HOUR, SiteHours
-from phalanx_fleet.simulate.throttling import GroupOutcome, PowerStep, find_allowed_power, list_power_steps
 from phalanx_fleet.site_settings import SiteConditions
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant import PlantControls, PlantHours, simulate_plant

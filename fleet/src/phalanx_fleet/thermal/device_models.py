@@ -14,7 +14,7 @@ from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups
 from phalanx.safe_files import check_links
 from phalanx.telemetry.rollup import DEVICE_POWER_COLUMNS
 from phalanx_fleet.csv_table import MAX_TIME_S, CsvTable, check_names, open_csv, parse_time, read_number
-from phalanx_fleet.run_readings import list_run_directories
+from phalanx_fleet.evidence import list_run_directories
 from phalanx_fleet.thermal.device_series import DeviceSeries, Values
 from phalanx_fleet.thermal.fit import load_thermal_model
 from phalanx_fleet.thermal.heat_check import HeatCheck, check_heat

@@ -14,8 +14,17 @@ from phalanx_fleet.fleet_node import FleetNode
 from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
 from phalanx_fleet.pages import make_pages, power_page
 from phalanx_fleet.pages.fleet_pages import FleetPages
-from phalanx_fleet.pages.fleet_routes import DeviceMargin, ServedFleet, list_margins, load_served_fleet, render_cooling
-from phalanx_fleet.pages.power_page import BAR_WIDTH, LINE_WIDTH, read_levels, render_power
+from phalanx_fleet.pages.power_page import (
+    BAR_WIDTH,
+    LINE_WIDTH,
+    DeviceMargin,
+    ServedFleet,
+    list_margins,
+    load_served_fleet,
+    read_levels,
+    render_cooling,
+    render_power,
+)
 from phalanx_fleet.pages.site_history import HistoryPoint
 from phalanx_fleet.power.load_targets import LoadTarget
 from phalanx_fleet.telemetry.service_reading import RackSample

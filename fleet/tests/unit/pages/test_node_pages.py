@@ -18,7 +18,6 @@ from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange, NodeState
 from phalanx_fleet.pages import agent_streams
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.fleet_routes import list_margins, render_cooling
 from phalanx_fleet.pages.node_pages import (
     MAX_TABLE_NODES,
     build_heat_map,
@@ -28,6 +27,7 @@ from phalanx_fleet.pages.node_pages import (
     render_nodes,
     render_nodes_page,
 )
+from phalanx_fleet.pages.power_page import list_margins, render_cooling
 from phalanx_fleet.pages.site_history import HistoryPoint
 from phalanx_fleet.telemetry.prometheus import MAX_DEVICES
 from phalanx_fleet.telemetry.service_reading import RackSample

@@ -12,8 +12,8 @@ import pytest
 from fake_nodes import FakeNodeBackend
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
-from phalanx_fleet.node_services import ServiceOpeners
 from phalanx_fleet.node_states import NodeState, NodeStates
+from phalanx_fleet.nodes_file import ServiceOpeners
 from phalanx_fleet.telemetry.modbus import ModbusEntry, ModbusSource, PymodbusClient
 from phalanx_fleet.thermal.guard import FleetActions, KnownJobs, ResponseEvent, guard_cooling
 from settable_clock import SettableClock
