@@ -43,7 +43,6 @@ class LatestReading:
 
 
 def reading_from_sample(sample: NodeSample, period_s: float) -> LatestReading:
-    """Return the reading of a sample."""
     host, devices = sample.host, sample.devices
     powers = [device.power_w for device in devices]
     draw, parts = sum_power(host.node_power_w, host.cpu_power_w, powers)
@@ -91,7 +90,6 @@ def _mean(rollups: Rollups, name: str) -> float | None:
 
 
 def find_slow_reasons(devices: Iterable[DeviceSample]) -> SlowReason:
-    """Return why accelerators are slower than they could be."""
     return reduce(or_, (each.slow_reasons or SlowReason(0) for each in devices), SlowReason(0)) & ~UNREMARKABLE_REASONS
 
 

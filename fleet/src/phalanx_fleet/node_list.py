@@ -148,7 +148,6 @@ class FleetReader:
         return FleetView(nodes, problems, racks, new_suspects)
 
     def close(self) -> None:
-        """Close the services of the nodes file."""
         self._services.close()
 
     def _merge_node(
@@ -220,7 +219,6 @@ class NodeReader:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stop_requested.set()
         self._thread.join(STOP_TIMEOUT_S)
 

@@ -43,7 +43,6 @@ class CduEntry(StrictModel):
 
     @model_validator(mode="after")
     def check_sources(self) -> "CduEntry":
-        """Refuse two sources."""
         if self.redfish is not None and self.modbus is not None:
             raise ValueError("found redfish and modbus, expected one of them")
         return self
@@ -168,7 +167,6 @@ class _Service:
         return reading
 
     def close(self) -> None:
-        """Let go of it."""
         if self._source is not None:
             self._source.close()
 
@@ -227,7 +225,6 @@ class NodeServices:
         return racks, [service.problem for service in self._liquid if service.problem is not None]
 
     def close(self) -> None:
-        """Close all services."""
         for service in [*(each for services in self._services.values() for each in services), *self._liquid]:
             service.close()
 

@@ -271,7 +271,6 @@ def fleet_to_json(view: "FleetView", now: float) -> dict[str, Any]:
 
 
 def format_details(details: "NodeDetails", now: float) -> list[str]:
-    """Format all about a node."""
     lines = [] if details.here is None else [*_format_reading(details.here), ""]
     lines += format_table(NODE_COLUMNS, [format_node(details.node, now)])
     if details.history:

@@ -84,7 +84,6 @@ class FleetPages:
         self._fleet_routes = FleetRoutes(self._fleet, site.context, self.nodes, self.streams, self.history)
 
     def make_routes(self) -> Sequence[Route]:
-        """The routes of all pages."""
         return [
             Route("/power", self._fleet_routes.show_power),
             Route("/stream/power", self._fleet_routes.stream_power),
@@ -98,11 +97,9 @@ class FleetPages:
         ]
 
     def start(self) -> None:
-        """Start to read the nodes."""
         self.nodes.start()
 
     def stop(self) -> None:
-        """End it."""
         self.nodes.stop()
 
     async def run(self) -> None:
@@ -127,7 +124,6 @@ class FleetPages:
             yield from build_sample_metrics(samples, now)
 
     def _read_changes(self, name: str) -> list[NodeChange]:
-        """Return the changes of state of a node."""
         with open_node_states(self._options.fleet) as states:
             return states.history(name)
 
@@ -187,18 +183,15 @@ class NodeActions:
     open_backend: Callable[[str], NodeBackend] = open_node_backend
 
     def make_routes(self) -> list[Route]:
-        """The routes."""
         return [
             Route("/nodes/drain", self.drain, methods=["POST"]),
             Route("/nodes/undrain", self.undrain, methods=["POST"]),
         ]
 
     async def drain(self, request: Request) -> Response:
-        """Start no new job on a node."""
         return await self._act(request, drain_node, "is drained")
 
     async def undrain(self, request: Request) -> Response:
-        """Start jobs on a node again."""
         return await self._act(request, undrain_node, "is taken back")
 
     async def _act(self, request: Request, change: Callable[..., object], result: str) -> Response:

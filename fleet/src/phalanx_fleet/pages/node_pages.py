@@ -120,7 +120,6 @@ def _render_rack(rack: RackSample) -> Sequence[str]:
 
 
 def render_nodes_page(content: str, by: str, text: str) -> str:
-    """The page of all nodes."""
     options = "".join(
         f'<option value="{name}"{" selected" if name == by else ""}>{name}</option>' for name in HEAT_MAPS
     )
@@ -235,13 +234,11 @@ class NodeRoutes:
     _shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = field(default=None, init=False)
 
     async def show_nodes(self, request: Request) -> Response:
-        """All nodes."""
         by, text = _read_node_query(request)
         body = render_nodes_page(self._render_nodes(by, text)[0], by, text)
         return self.context.render("Nodes", "Nodes", body, f"stream/nodes?{urlencode({'by': by, 'q': text})}")
 
     async def stream_nodes(self, request: Request) -> Response:
-        """The table of nodes and the heat map again."""
         by, text = _read_node_query(request)
 
         async def read() -> Message:
@@ -266,7 +263,6 @@ class NodeRoutes:
         return self.context.render(name, "Nodes", body, f"stream/nodes/{quote(name, safe='')}")
 
     async def stream_node(self, request: Request) -> Response:
-        """The state and the devices of a node again."""
         name = request.path_params["name"]
 
         async def read() -> Message:

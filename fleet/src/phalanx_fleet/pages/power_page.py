@@ -176,7 +176,6 @@ def _render_picture(name: str, width: int, label: str, content: str) -> str:
 
 
 def render_power_page(content: str) -> str:
-    """The page of the power tree."""
     return f"""<header><h1>Power</h1></header>
 <div id="power">{content}</div>
 <p class="note">Committed power: the most that a level may draw, from the caps that its devices enforce and the most of
@@ -260,7 +259,6 @@ def _render_margin(each: DeviceMargin) -> Sequence[str]:
 
 
 def render_cooling_page(content: str) -> str:
-    """The page of cooling."""
     return f"""<header><h1>Cooling</h1></header>
 <div id="cooling">{content}</div>
 <p class="note">Margin: kelvins up to the temperature from which the device slows down, as it reports it. Late readings
@@ -302,13 +300,11 @@ class FleetRoutes:
     _shown: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     async def show_power(self, request: Request) -> Response:
-        """The power tree."""
         rack = request.query_params.get("rack", "")
         body = render_power_page(self._render_power(rack))
         return self.context.render("Power", "Power", body, f"stream/power?{urlencode({'rack': rack})}")
 
     async def stream_power(self, request: Request) -> Response:
-        """The power tree again."""
 
         async def read() -> Message:
             return {"sections": {"power": self._render_power(request.query_params.get("rack", ""))}}
@@ -316,11 +312,9 @@ class FleetRoutes:
         return self.context.stream(read)
 
     async def show_cooling(self, request: Request) -> Response:
-        """Racks and margins."""
         return self.context.render("Cooling", "Cooling", render_cooling_page(self._render_cooling()), "stream/cooling")
 
     async def stream_cooling(self, request: Request) -> Response:
-        """Racks and margins again."""
 
         async def read() -> Message:
             return {"sections": {"cooling": self._render_cooling()}}

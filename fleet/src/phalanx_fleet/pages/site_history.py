@@ -101,7 +101,6 @@ class HistoryWriter:
             raise OSError(f"{self._path}: {error}") from error
 
     def close(self) -> None:
-        """Let another process write."""
         self._db.close()
         os.close(self._lock)
 
@@ -218,7 +217,6 @@ class SiteHistory:
         return {each: points for (_, each), points in found.items()}
 
     def close(self) -> None:
-        """Let another server write."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -34,7 +34,6 @@ class PoweredJob:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
         return sum(len(each) for each in self.devices.values())
 
 

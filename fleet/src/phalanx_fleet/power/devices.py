@@ -92,7 +92,6 @@ class NvmlCapDevice:
         return float(self._call("nvmlDeviceGetPowerUsage")) / MILLIWATTS_PER_WATT
 
     def read_temperature_c(self) -> float | None:
-        """Read the temperature of the core."""
         return float(self._call("nvmlDeviceGetTemperature", NVML_TEMPERATURE_GPU))
 
     def set_cap_w(self, cap_w: float) -> None:
@@ -140,7 +139,6 @@ class RaplCapDevice:
         return (energy_j - last[1]) / (now - last[0])
 
     def read_temperature_c(self) -> float | None:
-        """Return None: RAPL has none."""
         return None
 
     def set_cap_w(self, cap_w: float) -> None:

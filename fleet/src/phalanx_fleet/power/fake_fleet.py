@@ -42,15 +42,12 @@ class FakeCapDevice:
         return self.history[-1][1]
 
     def read_limits(self) -> CapLimits:
-        """Return the limits, which the driver knows."""
         return self.limits
 
     def read_cap_w(self) -> float:
-        """Return the enforced cap."""
         return self.cap_w
 
     def read_draw_w(self) -> float:
-        """Return the mean draw."""
         now, num = self.clock(), AVERAGING_POINTS
         times = [now - self.averaging_s * (point + 0.5) / num for point in range(num)]
         mean_w = sum(map(self.draw_at, times)) / num
@@ -61,11 +58,9 @@ class FakeCapDevice:
         return None
 
     def set_cap_w(self, cap_w: float) -> None:
-        """Enforce a cap from now on."""
         self.history.append((self.clock(), cap_w))
 
     def draw_at(self, t: float) -> float:
-        """Return what it draws at a time."""
         return max(self.idle_w, min(self.demand_w(t), self.find_obeyed_w(t)))
 
     def find_obeyed_w(self, t: float) -> float:
@@ -80,11 +75,9 @@ class MemoryStore(RecordStore):
     record: CapRecord | None = None
 
     def load(self) -> CapRecord | None:
-        """Return what was saved."""
         return self.record
 
     def save(self, record: CapRecord) -> None:
-        """Save a record."""
         self.record = record
 
 

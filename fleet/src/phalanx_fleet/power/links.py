@@ -85,7 +85,6 @@ class LocalLinks:
         return reports
 
     def count_reachable(self) -> int:
-        """Return the number of keepers."""
         return len(self._keepers)
 
     def close(self) -> None:
@@ -230,7 +229,6 @@ class HelperLinks:
             self._exchange(node, connection)
 
     def receive(self) -> list[NodeReport]:
-        """Return the reports that have arrived."""
         for node, connection in list(self._open.items()):
             self._exchange(node, connection)
         self._reap()
@@ -321,7 +319,6 @@ class HelperLinks:
 
 
 def is_listening(path: Path) -> bool:
-    """Return whether a helper listens at `path`."""
     with contextlib.suppress(OSError):
         connect_to_socket(path).socket.close()
         return True

@@ -210,7 +210,6 @@ class PowerSweep(TypedMessage, kw_only=False):
 
 
 def save_sweep(run: Run, sweep: PowerSweep) -> Path:
-    """Write a sweep into the directory of its run."""
     path = run.path / FILE_NAME
     write_json(path, to_fields(sweep))
     return path

@@ -39,7 +39,6 @@ class ClusterTime:
 
     @property
     def total(self) -> float:
-        """Sum of all states."""
         return self.used + self.idle + self.spare + self.repair
 
     @property
@@ -123,7 +122,6 @@ class ClusterSimulation:
         self._requeue_wait = 0.0
 
     def run(self) -> ClusterOutcome:
-        """Simulate all events."""
         submitted, failed = 0, 0
         jobs, failures = self._jobs, self._failures
         while submitted < len(jobs) or self._running or self._waiting:

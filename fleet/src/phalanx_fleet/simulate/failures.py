@@ -120,7 +120,6 @@ def merge_level_failures(
 
 
 def find_level_rate(entry: FailureEntry) -> float:
-    """Return the failures per second of one rack, row or feed."""
     return entry.per_1000_level_years / 1000.0 / SECONDS_PER_YEAR
 
 

@@ -49,7 +49,6 @@ def _write_scaled(unit: str, divisor: float) -> Callable[[float], str]:
 
 
 def list_rows(variant: SimulatedVariant) -> list[FigureRow]:
-    """Return the rows of a variant."""
     rows = [
         FigureRow(title, lambda result, state=state: result.shares.get(state, math.nan), _write_percent)  # type: ignore[misc]
         for state, title in STATE_TITLES.items()

@@ -38,7 +38,6 @@ class AttemptTime:
 
     @property
     def total_s(self) -> float:
-        """Length of the attempt."""
         return self.productive_s + self.blocked_s + self.wasted_s + self.unavailable_s + self.throttled_s
 
     @property
@@ -125,12 +124,10 @@ class ProgressClock:
         self._progress_s: list[float] = [0.0, *np.cumsum(speeds * SECONDS_PER_HOUR).tolist()]
 
     def progress_s(self, time_s: float) -> float:
-        """Return the progress until a time."""
         hour = min(int(time_s / SECONDS_PER_HOUR), len(self._speeds) - 1)
         return self._progress_s[hour] + (time_s - hour * SECONDS_PER_HOUR) * self._speeds[hour]
 
     def time_s(self, progress_s: float) -> float:
-        """Return the time of a progress."""
         hour = bisect_right(self._progress_s, progress_s) - 1
         return hour * SECONDS_PER_HOUR + (progress_s - self._progress_s[hour]) / self._speeds[hour]
 
@@ -196,7 +193,6 @@ class SimulatedJob:
         return max(0.0, self.elapsed_s(now_s) - self.costs.restart_s)
 
     def left_s(self, now_s: float) -> float:
-        """Return the work that is not done."""
         return self.remaining_s - self.progress_s(now_s)
 
 
@@ -216,13 +212,11 @@ class RunningJobs:
         self._key_of[job] = (key, job_id)
 
     def set_key(self, job: SimulatedJob, key: JobKey) -> None:
-        """Change the key of a job."""
         job_id = self._key_of[job][1]
         self.remove(job)
         self.add(job, job_id, key)
 
     def remove(self, job: SimulatedJob) -> None:
-        """Remove a job."""
         place = bisect_left(self._keys, self._key_of.pop(job))
         del self._keys[place]
         del self._jobs[place]
@@ -330,7 +324,6 @@ class LeastServicePolicy(SchedulingPolicy):
 
 
 def make_policy(name: PolicyName) -> SchedulingPolicy:
-    """Return the policy of this name."""
     match name:
         case "fifo":
             return SchedulingPolicy()

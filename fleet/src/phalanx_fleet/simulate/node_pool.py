@@ -44,7 +44,6 @@ class NodePool:
         return (self.num_nodes - self.num_spares) * self.devices_per_node
 
     def is_down(self, node: int) -> bool:
-        """Return whether a node is in repair."""
         return node in self._down
 
     def place(self, devices: int) -> Placement | None:
@@ -117,7 +116,6 @@ class NodePool:
         return True
 
     def release(self, placement: Placement) -> None:
-        """Give devices back."""
         self.least_refused = math.inf
         for node, count in placement:
             self._set_free(node, self._free[node] + count)

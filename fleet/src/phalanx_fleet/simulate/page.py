@@ -20,7 +20,6 @@ MOST_STACKED_POINTS = 480
 
 
 def render_simulation_html(variants: Sequence[SimulatedVariant]) -> str:
-    """The whole document."""
     name = variants[0].fleet_name
     return render_document(f"{name}: simulation", _render_body(variants), f"Phalanx simulation of {name}")
 

@@ -147,7 +147,6 @@ class GroupOutcome:
 
     @cached_property
     def training_shares(self) -> Values:
-        """Share of each attempt in steps."""
         return np.array([time.training_share for time in self.outcome.attempts.times])
 
     def find_busy_steps(

@@ -53,7 +53,6 @@ class FleetHours:
 
     @property
     def site_kwh(self) -> Values:
-        """Energy of each hour."""
         return self.site_w * self.duration_h / WATTS_PER_KILOWATT
 
 

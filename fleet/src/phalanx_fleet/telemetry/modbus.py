@@ -245,7 +245,6 @@ class PymodbusClient:
         return float(client.convert_from_registers(registers, kind, word_order=point.word_order or "big"))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """End the connection."""
         self._client.close()  # type: ignore[no-untyped-call]
 
     def _ask(self, call: Callable[[], object], point: RegisterPoint) -> object:

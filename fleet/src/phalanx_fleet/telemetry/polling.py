@@ -131,7 +131,6 @@ class PolledSource:
         return replace(reading, racks=racks, host_age_s=age_s)
 
     def close(self) -> None:
-        """Stop asking, and end the connection."""
         self._polling.stop()
         self._service.close()
 

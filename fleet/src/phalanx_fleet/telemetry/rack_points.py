@@ -82,7 +82,6 @@ class RackPoints:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def receive(self, topic: str, payload: bytes, time_s: float) -> None:
-        """Take in a message."""
         with self._lock:
             if topic.startswith(HEARTBEAT_PREFIX):
                 self._receive_heartbeat(topic, payload, time_s)

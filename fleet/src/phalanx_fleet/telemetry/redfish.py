@@ -180,14 +180,12 @@ class SushyClient:
             self._auth = sushy.auth.SessionOrBasicAuth(credentials.user, credentials.password)
 
     def get(self, path: str) -> Resource:
-        """Read a resource."""
         found = self._ask(lambda: self._connector.get(path).json(), path)
         if not isinstance(found, dict):
             raise RefusalError(f"{path} is no resource of Redfish")
         return found
 
     def close(self) -> None:
-        """End the session, and the connection."""
         try:
             if self._auth is not None:
                 self._auth.close()

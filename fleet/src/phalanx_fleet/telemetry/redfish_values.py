@@ -24,13 +24,11 @@ def list_names(paths: Iterable[str]) -> str:
 
 
 def list_member_paths(collection: Resource) -> list[str]:
-    """Return the paths of the members of a collection."""
     links = [get_path(each.get("@odata.id")) for each in get_list(collection, "Members")]
     return [path for path in links if path is not None]
 
 
 def get_link(resource: Resource, key: str) -> str | None:
-    """Return the path that a key links to."""
     return get_path(get_resource(resource, key).get("@odata.id"))
 
 
@@ -75,7 +73,6 @@ def read_temperature(entry: Resource) -> float | None:
 
 
 def find_first(*values: float | None) -> float | None:
-    """Return the first value that is there."""
     return next((value for value in values if value is not None), None)
 
 
@@ -93,7 +90,6 @@ def get_optional(client: "SushyClient", path: str | None) -> Resource:
 
 
 def list_members(client: "SushyClient", resource: Resource, key: str) -> list[Resource]:
-    """Return the members of the collection that a key links to."""
     paths = list_member_paths(get_optional(client, get_link(resource, key)))
     return [get_optional(client, path) for path in paths]
 

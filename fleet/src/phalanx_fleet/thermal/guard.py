@@ -219,7 +219,6 @@ class CoolingResponder:
     _asked: set[str] = field(default_factory=set)
 
     def respond(self, faults: Sequence[ObservedFault]) -> list[ResponseEvent]:
-        """Do what follows new faults."""
         new = [fault for fault in faults if fault.key not in self._active]
         self._active = {fault.key for fault in faults}
         return [event for fault in new for event in self._begin(fault)]
@@ -281,7 +280,6 @@ class KnownJobs:
         return found
 
     def renew(self) -> None:
-        """Ask the backend."""
         try:
             running = [each for each in self.backend.list_jobs() if each.state is JobState.RUNNING]
         except Exception as error:  # noqa: BLE001 - it is shown, and asked again; the guard must not end
@@ -299,7 +297,6 @@ class KnownMargins:
     problems: Sequence[str] = ()
 
     def renew(self) -> None:
-        """Ask all nodes."""
         self.readings, self.problems = self.services.read_nodes()
 
     def find_all(self, now: float) -> dict[str, NodeMargin]:

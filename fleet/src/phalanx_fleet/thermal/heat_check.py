@@ -55,7 +55,6 @@ class DeviceHeat:
 
     @property
     def name(self) -> str:
-        """Node and device."""
         return f"{self.node} {self.device}"
 
 
@@ -193,7 +192,6 @@ class HeatFinding:
 
     @property
     def advice(self) -> str:
-        """What to do."""
         return ADVICE_BY_CAUSE[self.cause]
 
 

@@ -67,7 +67,6 @@ class PlantHours:
 
     @property
     def site_w(self) -> Values:
-        """All power."""
         return self.it_w + self.conversion_w + self.cooling_w
 
     @property
@@ -77,7 +76,6 @@ class PlantHours:
 
     @property
     def cooling_w(self) -> Values:
-        """Pumps, fans and chiller."""
         return np.asarray(self.pumps_w + self.fans_w + self.air_fans_w + self.chiller_w)
 
     @property

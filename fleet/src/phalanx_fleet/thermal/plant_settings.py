@@ -119,7 +119,6 @@ class CoolingPlant(StrictModel):
 
     @cached_property
     def tower_calibration(self) -> float:
-        """c of the tower."""
         return calibrate_tower(
             self.tower_heat_j_per_kg, self.hall_range_k, self.tower_wet_bulb_c, self.tower_approach_k
         )
