@@ -9,8 +9,8 @@ import numpy as np
 
 from fleet_bars import Bar, MissingDataError, measure_all, read_rows
 from phalanx_fleet.power_tree import NodePower
-from phalanx_fleet.simulate.failures import NodeHistory
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
+from phalanx_fleet.simulate.random_events import NodeHistory
 from phalanx_fleet.simulate.site_series import SiteHours, Weather, read_weather, read_weather_hours
 from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions

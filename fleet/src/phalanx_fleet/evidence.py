@@ -20,7 +20,7 @@ from phalanx.run import Run
 from phalanx.run.event_types import Event, StragglerDetected, WorkerFailure, WorkerStarted
 from phalanx.run.events import LineTail, parse_event
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading
 from phalanx_fleet.node_states import NodeChange, NodeState, NodeStates
 from phalanx_fleet.telemetry.service_reading import RackSample
 

@@ -26,8 +26,16 @@ from phalanx_fleet.evidence import (
     make_cooling_evidence,
     select_recent_runs,
 )
-from phalanx_fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
-from phalanx_fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
+from phalanx_fleet.fleet_node import (
+    FleetNode,
+    LatestReading,
+    find_newest_reading,
+    make_fleet_node,
+    merge_readings,
+    merge_state,
+    reading_from_minute,
+    reading_from_sample,
+)
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, NodeStates
 from phalanx_fleet.nodes_file import NodeServices, NodesFile, ServiceOpeners, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample

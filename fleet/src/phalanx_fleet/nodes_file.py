@@ -21,14 +21,13 @@ from phalanx.recipe.validation_errors import join_problems, read_user_mapping, v
 from phalanx.recipe.yaml_loader import location_of_key
 from phalanx.telemetry.rollup import DeviceChecker, merge_hosts
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, HostSample, NodeSample, SourceUnavailableError
-from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx_fleet.fleet_node import LatestReading, reading_from_sample
 from phalanx_fleet.telemetry.modbus import ModbusEntry, open_modbus
 from phalanx_fleet.telemetry.mqtt import MqttOptions, open_mqtt
-from phalanx_fleet.telemetry.polling import start_call
 from phalanx_fleet.telemetry.prometheus import RENEWAL_S, PrometheusSource
 from phalanx_fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
-from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, ServiceSource
+from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, ServiceSource, start_call
 
 
 class CduEntry(StrictModel):

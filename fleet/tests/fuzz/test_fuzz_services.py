@@ -12,10 +12,10 @@ from fake_exporter import FakeExporter
 from fake_nvml import FakeGpu, FakeNvml
 from mutations import hand, mutated, strange
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.polling import ServiceError
 from phalanx_fleet.telemetry.prometheus import PrometheusSource
 from phalanx_fleet.telemetry.rack_points import HEARTBEAT_PREFIX, METADATA_PREFIX, VALUE_PREFIX, RackPoints
 from phalanx_fleet.telemetry.redfish import ChassisReader
+from phalanx_fleet.telemetry.service_reading import ServiceError
 from settable_clock import SettableClock
 
 TRIED = 300

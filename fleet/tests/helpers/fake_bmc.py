@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx_fleet.telemetry.polling import (
+from phalanx_fleet.telemetry.service_reading import (
     AccessError,
     RefusalError,
     ServiceError,

@@ -8,7 +8,7 @@ import pytest
 
 from fake_nodes import FakeNodeBackend
 from phalanx_fleet.evidence import find_cooling_findings
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading
 from phalanx_fleet.node_list import FleetReader, FleetSources
 from phalanx_fleet.node_states import NodeState, NodeStates
 from phalanx_fleet.nodes_file import ServiceOpeners

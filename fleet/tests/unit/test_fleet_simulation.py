@@ -10,17 +10,17 @@ from phalanx.cli.main import main
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx_fleet.power_tree import NodePower
 from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation
-from phalanx_fleet.simulate.failures import (
-    SECONDS_PER_YEAR,
-    NodeHistory,
-    find_rates,
-    sample_failures,
-    sample_level_failures,
-)
-from phalanx_fleet.simulate.job_source import read_job_trace
 from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import measure_power, slow_down
+from phalanx_fleet.simulate.random_events import (
+    SECONDS_PER_YEAR,
+    NodeHistory,
+    find_rates,
+    read_job_trace,
+    sample_failures,
+    sample_level_failures,
+)
 from phalanx_fleet.simulate.variants import simulate_variants
 from phalanx_fleet.simulation_settings import FailureEntry
 

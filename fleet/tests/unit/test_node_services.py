@@ -9,8 +9,7 @@ import pytest
 from phalanx.errors import RecipeError
 from phalanx.telemetry.sample import DeviceSample, HostSample, SourceUnavailableError
 from phalanx_fleet import nodes_file
-from phalanx_fleet.fleet_node import merge_readings
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading, merge_readings
 from phalanx_fleet.nodes_file import NodeServices, ServiceOpeners, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 from settable_clock import SettableClock

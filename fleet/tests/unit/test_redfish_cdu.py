@@ -7,9 +7,8 @@ import pytest
 from cdu_mockup import CDU, link, make_cdu
 from manual_polling import ManualPolling
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.polling import RefusalError, ServiceError
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, RedfishCduSource
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.telemetry.service_reading import RackSample, RefusalError, ServiceError
 from settable_clock import SettableClock
 
 SERVED = RackSample(

@@ -12,7 +12,7 @@ from phalanx_fleet.simulate.figures import (
     find_student_quantile,
     list_differences,
 )
-from phalanx_fleet.simulate.job_source import read_job_trace
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.variants import simulate_variants
 
 FLEET = """

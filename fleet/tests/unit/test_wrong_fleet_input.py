@@ -14,8 +14,8 @@ from phalanx_fleet.power.load_targets import load_targets_file
 from phalanx_fleet.power.node_helper import load_helper_file
 from phalanx_fleet.power.open_links import open_links
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
-from phalanx_fleet.simulate.job_source import read_job_trace
 from phalanx_fleet.simulate.job_state import CheckpointCosts
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.variants import simulate_variants
 
 FLEET = """\

@@ -19,8 +19,7 @@ from phalanx.telemetry.exposition import MetricDefinition, build_node_metrics, l
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
 from phalanx_fleet.audit_log import find_actor
 from phalanx_fleet.fleet_file import open_node_states
-from phalanx_fleet.fleet_node import SHOWN_STATES, add_samples
-from phalanx_fleet.latest_reading import LATE_AFTER_PERIODS
+from phalanx_fleet.fleet_node import LATE_AFTER_PERIODS, SHOWN_STATES, add_samples
 from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeReader, drain_node, undrain_node
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.nodes_file import load_nodes_file

@@ -15,8 +15,7 @@ from phalanx.serve.page_context import Message, PageContext
 from phalanx.serve.pages import render_each, render_rows, render_time
 from phalanx.telemetry.sample import NodeSample
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
-from phalanx_fleet.fleet_node import FleetNode, add_samples
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import FleetNode, LatestReading, add_samples
 from phalanx_fleet.node_list import NodeReader
 from phalanx_fleet.node_states import NodeState
 from phalanx_fleet.pages.agent_streams import AgentStreams

@@ -13,7 +13,7 @@ from phalanx.cluster.gpu_topology import import_nvml
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.telemetry.host import find_rapl_domains
 from phalanx_fleet.power_settings import CapDeviceSettings
-from phalanx_fleet.telemetry.polling import start_call
+from phalanx_fleet.telemetry.service_reading import start_call
 
 
 class CapError(Exception):

@@ -11,14 +11,6 @@ from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
 from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
-from phalanx_fleet.simulate.failures import (
-    NodeHistory,
-    find_rates,
-    merge_level_failures,
-    sample_failures,
-    sample_level_failures,
-)
-from phalanx_fleet.simulate.job_source import make_costs, sample_jobs
 from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
 from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import (
@@ -30,6 +22,15 @@ from phalanx_fleet.simulate.power_model import (
     measure_power,
     set_clocks,
     supply_power,
+)
+from phalanx_fleet.simulate.random_events import (
+    NodeHistory,
+    find_rates,
+    make_costs,
+    merge_level_failures,
+    sample_failures,
+    sample_jobs,
+    sample_level_failures,
 )
 from phalanx_fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx_fleet.simulate.site_series import SiteHours

@@ -15,7 +15,7 @@ from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx_fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
-from phalanx_fleet.simulate.job_source import read_job_trace
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.site_series import SiteHours, load_site_hours
 from phalanx_fleet.simulation_settings import REPLAY_CLASS, REPLAY_KEYS, SimulationSettings
 

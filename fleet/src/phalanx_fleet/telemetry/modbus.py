@@ -15,19 +15,17 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.telemetry.polling import (
-    LATE_AFTER_INTERVALS,
-    PolledSource,
-    PollingThread,
-    RefusalError,
-    ServiceError,
-    StartPollingFn,
-)
 from phalanx_fleet.telemetry.service_reading import (
+    LATE_AFTER_INTERVALS,
     LIQUID_LIMITS,
     STATE_COLUMNS,
+    PolledSource,
+    PollingThread,
     RackSample,
+    RefusalError,
+    ServiceError,
     ServiceReading,
+    StartPollingFn,
     check_liquid_value,
 )
 

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from phalanx_fleet.telemetry.polling import PollingThread, ServiceError, StartPollingFn
-from phalanx_fleet.telemetry.redfish import ControllerOptions, ControllerSource, SushyClient
-from phalanx_fleet.telemetry.redfish_values import (
+from phalanx_fleet.telemetry.redfish import (
     SERVICE_ROOT,
+    ControllerOptions,
+    ControllerSource,
     Resource,
+    SushyClient,
     count_failed_rotors,
     get_link,
     get_optional,
@@ -22,7 +23,14 @@ from phalanx_fleet.telemetry.redfish_values import (
     read_power,
     read_state,
 )
-from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, check_liquid_value
+from phalanx_fleet.telemetry.service_reading import (
+    PollingThread,
+    RackSample,
+    ServiceError,
+    ServiceReading,
+    StartPollingFn,
+    check_liquid_value,
+)
 
 CONNECTOR_NUMBERS = {
     "supply_temperature_c": ("SupplyTemperatureCelsius", "Reading", 1.0),

@@ -23,11 +23,10 @@ from phalanx.jobs.spec import JobState
 from phalanx.run.boot_clock import unix_now
 from phalanx.run.private_files import state_root
 from phalanx_fleet.audit_log import find_actor, find_audit_problem
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeState, NodeStates
 from phalanx_fleet.nodes_file import NodeServices, ServiceOpeners, find_racks_of_nodes, load_nodes_file
-from phalanx_fleet.telemetry.polling import PollingThread
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.telemetry.service_reading import PollingThread, RackSample
 
 USUAL_FLOW_SAMPLES = 300
 """Readings of which the median is a rack's usual flow."""

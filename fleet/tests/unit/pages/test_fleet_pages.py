@@ -10,8 +10,7 @@ from made_samples import full_node
 from phalanx.errors import PhalanxError
 from phalanx.serve.access import make_access
 from phalanx.telemetry.sample import DeviceSample
-from phalanx_fleet.fleet_node import FleetNode
-from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx_fleet.fleet_node import FleetNode, LatestReading, reading_from_sample
 from phalanx_fleet.pages import make_pages, power_page
 from phalanx_fleet.pages.fleet_pages import FleetPages
 from phalanx_fleet.pages.power_page import (

@@ -10,8 +10,7 @@ from fleet_browser import FleetBrowser
 from made_samples import full_node
 from phalanx.serve.access import make_access
 from phalanx.telemetry.exposition import render_families
-from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode, LatestReading
 from phalanx_fleet.node_list import FleetView
 from phalanx_fleet.pages import make_pages
 from phalanx_fleet.pages.fleet_pages import build_sample_metrics

@@ -12,8 +12,7 @@ from phalanx.errors import UsageError
 from phalanx.telemetry.agent_endpoint import AgentEndpoint
 from phalanx.telemetry.exposition import build_node_metrics, render_families
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample
-from phalanx_fleet.fleet_node import FleetNode, add_samples
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import FleetNode, LatestReading, add_samples
 from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange, NodeState
 from phalanx_fleet.pages import agent_streams
