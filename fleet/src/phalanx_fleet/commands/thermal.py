@@ -226,11 +226,7 @@ def guard(
     nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with racks, and their sources.")],
     on: Annotated[
         str | None,
-        typer.Option(
-            "--on",
-            metavar="BACKEND",
-            help="Backend of nodes and jobs: local, slurm or kubernetes.",
-        ),
+        typer.Option("--on", metavar="BACKEND", help="Backend of nodes and jobs: local, slurm or kubernetes."),
     ] = None,
     fleet: FleetOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Act. Without it only what would be done is printed.")] = False,

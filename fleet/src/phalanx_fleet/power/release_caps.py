@@ -7,13 +7,7 @@ from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx_fleet.audit_log import find_audit_problem
 from phalanx_fleet.power.committed_power import LevelSum, find_excesses, list_committed
-from phalanx_fleet.power.control import (
-    PowerFleet,
-    PowerReading,
-    check_lease,
-    make_writer_name,
-    power_state_dir,
-)
+from phalanx_fleet.power.control import PowerFleet, PowerReading, check_lease, make_writer_name, power_state_dir
 from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power_tree import PowerTree

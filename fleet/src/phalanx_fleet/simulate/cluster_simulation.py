@@ -146,13 +146,7 @@ class ClusterSimulation:
             self._schedule()
         self._finish_simulation()
         return ClusterOutcome(
-            self._now_s,
-            jobs,
-            self._time,
-            self._log,
-            self._node_states,
-            self._stops,
-            self._requeue_wait,
+            self._now_s, jobs, self._time, self._log, self._node_states, self._stops, self._requeue_wait
         )
 
     def _drop_void_events(self) -> None:

@@ -142,9 +142,7 @@ def compare_variants(variants: Sequence[SimulatedVariant]) -> ComparisonTable:
 
 
 def _list_notes(variants: Sequence[SimulatedVariant]) -> list[str]:
-    notes = [
-        "ETTR: productive over all device time of jobs from their first start, waits after failures included.",
-    ]
+    notes = ["ETTR: productive over all device time of jobs from their first start, waits after failures included."]
     fixed = next((each for each in variants if each.site_hours.plant is None), None)
     if fixed is not None:
         site = fixed.settings.site

@@ -34,12 +34,7 @@ from phalanx_fleet.simulate.random_events import (
 )
 from phalanx_fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx_fleet.simulate.site_series import SiteHours
-from phalanx_fleet.simulation_settings import (
-    REPLAY_CLASS,
-    CheckpointEntry,
-    JobClassEntry,
-    SimulationSettings,
-)
+from phalanx_fleet.simulation_settings import REPLAY_CLASS, CheckpointEntry, JobClassEntry, SimulationSettings
 from phalanx_fleet.thermal.device_series import Values
 
 LEVEL_STREAM = (0, 3)
@@ -184,11 +179,7 @@ def _simulate_once(
         if allowed_power is not None:
             set_clocks(jobs, group.power, settings.power_cap, allowed_power)
         failures = sample_failures(
-            settings.failures,
-            group.nodes,
-            group.power.num_devices,
-            until_s,
-            np.random.default_rng([seed, index, 2]),
+            settings.failures, group.nodes, group.power.num_devices, until_s, np.random.default_rng([seed, index, 2])
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s

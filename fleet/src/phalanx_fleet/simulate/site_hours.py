@@ -118,10 +118,7 @@ def measure_site(
         figures.core_max_c = float((found.coolant_c + highest * (found.core_c - found.coolant_c)).max())
     price, carbon = (
         np.full_like(it_w, fixed) if series is None else series.select(hours.start_hour, len(it_w))[0]
-        for fixed, series in (
-            (site.price_per_kwh, hours.price),
-            (site.carbon_g_per_kwh, hours.carbon),
-        )
+        for fixed, series in ((site.price_per_kwh, hours.price), (site.carbon_g_per_kwh, hours.carbon))
     )
     timeline = FleetHours(
         duration_h=duration_h,
