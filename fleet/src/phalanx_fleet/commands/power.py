@@ -105,15 +105,7 @@ def guard(
     import signal
 
     from phalanx_fleet.commands.power_output import format_status
-    from phalanx_fleet.power.control import (
-        AuditLog,
-        describe_problems,
-        load_power_fleet,
-        open_guard,
-        power_state_dir,
-        read_nodes,
-        run_guard,
-    )
+    from phalanx_fleet.power import control
     from phalanx_fleet.power.open_links import open_links
 
     if once and duration is not None:
@@ -124,14 +116,14 @@ def guard(
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
-    found = load_power_fleet(fleet, jobs, targets)
+    found = control.load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only=False)
     try:
-        audit = AuditLog(power_state_dir(found) / "audit.jsonl")
-        held = open_guard(found, links, read_nodes(found, links), take_over)
+        audit = control.AuditLog(control.power_state_dir(found) / "audit.jsonl")
+        held = control.open_guard(found, links, control.read_nodes(found, links), take_over)
         problems: list[str] = []
-        for status in run_guard(found, held, audit, duration):
-            problems, known = describe_problems(links.problems), problems
+        for status in control.run_guard(found, held, audit, duration):
+            problems, known = control.describe_problems(links.problems), problems
             for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)
             print(format_status(status), flush=True)

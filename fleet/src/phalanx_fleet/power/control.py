@@ -19,9 +19,16 @@ from phalanx.run.private_files import state_root
 from phalanx_fleet.audit_log import find_audit_problem
 from phalanx_fleet.fleet_file import FleetFile, expand_names, load_fleet_file, node_states_path
 from phalanx_fleet.node_states import NodeStates
-from phalanx_fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
+from phalanx_fleet.power.allocation import Allocation, PoweredJob, allocate_caps
 from phalanx_fleet.power.committed_power import CapWrite, describe_excesses, list_budgets
-from phalanx_fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
+from phalanx_fleet.power.guard import (
+    GuardIdentity,
+    GuardStatus,
+    PowerGuard,
+    find_node_caps,
+    group_by_rack,
+    plan_fallbacks,
+)
 from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
@@ -122,13 +129,7 @@ def describe_problems(problems: Mapping[str, str]) -> list[str]:
 def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
     """Return caps within the budgets that hold now. Silent nodes are counted at their maximum."""
     limits = [
-        None
-        if None in bounds
-        else NodeCaps(
-            max(device.min_w for device in reading.reports[node.name].devices),
-            min(device.max_w for device in reading.reports[node.name].devices),
-            len(bounds),
-        )
+        None if None in bounds else find_node_caps(reading.reports[node.name])
         for node, bounds in zip(fleet.tree.nodes, reading.bounds_w, strict=True)
     ]
     settings = fleet.settings

@@ -424,11 +424,13 @@ def _find_limit(report: NodeReport | None, bounds: Sequence[float | None]) -> No
         return None
     if report.foreign_change:
         return HeldCaps(tuple(bound for bound in bounds if bound is not None))
-    return NodeCaps(
-        max(device.min_w for device in report.devices),
-        min(device.max_w for device in report.devices),
-        len(report.devices),
-    )
+    return find_node_caps(report)
+
+
+def find_node_caps(report: NodeReport) -> NodeCaps:
+    """Return the caps that all devices of a node take."""
+    devices = report.devices
+    return NodeCaps(max(each.min_w for each in devices), min(each.max_w for each in devices), len(devices))
 
 
 def _clip(caps_w: Sequence[float], limits: NodeCaps) -> tuple[float, ...]:

@@ -30,6 +30,7 @@ from phalanx_fleet.telemetry.service_reading import (
     ServiceReading,
     StartPollingFn,
     check_liquid_value,
+    take_all,
 )
 
 CONNECTOR_NUMBERS = {
@@ -136,20 +137,19 @@ def _find_cdu(client: SushyClient, cdu_id: str) -> str:
 def _read_common(connectors: Sequence[Resource], column: str) -> float | None:
     """The worst one of all connectors: the warmest, with the least pressure. None where one of them has none."""
     key, number, factor = CONNECTOR_NUMBERS[column]
-    found = [_read_part(each, key, number) for each in connectors]
-    known = [value for value in found if value is not None]
-    if not known or len(known) < len(found):
-        return None
-    worst = min(known) if column == "differential_pressure_pa" else max(known)
-    return check_liquid_value(column, worst * factor)
+    values = _read_parts(connectors, key, number)
+    worst = min if column == "differential_pressure_pa" else max
+    return check_liquid_value(column, worst(values) * factor) if values else None
 
 
 def _sum_flows(connectors: Sequence[Resource]) -> float | None:
-    found = [_read_part(each, "FlowLitersPerMinute", "Reading") for each in connectors]
-    known = [value for value in found if value is not None]
-    return check_liquid_value("flow_l_per_min", sum(known)) if known and len(known) == len(found) else None
+    values = _read_parts(connectors, "FlowLitersPerMinute", "Reading")
+    return check_liquid_value("flow_l_per_min", sum(values)) if values else None
 
 
-def _read_part(connector: Resource, key: str, number: str) -> float | None:
-    part = get_resource(connector, key)
-    return None if read_state(connector) != "Enabled" else read_enabled_number(part, number)
+def _read_parts(connectors: Sequence[Resource], key: str, number: str) -> list[float]:
+    """A number of all connectors; none where one of them has none."""
+    return take_all(
+        read_enabled_number(get_resource(each, key), number) if read_state(each) == "Enabled" else None
+        for each in connectors
+    )
