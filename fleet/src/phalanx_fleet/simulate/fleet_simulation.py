@@ -11,7 +11,7 @@ from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
 from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
-from phalanx_fleet.simulate.job_state import SimulatedJob, make_policy
+from phalanx_fleet.simulate.job_state import POLICY_CLASSES, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
@@ -183,7 +183,7 @@ def _simulate_once(
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
-        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
+        outcome = ClusterSimulation(pool, jobs, POLICY_CLASSES[settings.policy](), failures, last_s).run()
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():

@@ -323,11 +323,8 @@ class LeastServicePolicy(SchedulingPolicy):
         return SERVICE_LIMITS_S[job.level] / job.devices - job.attained_s
 
 
-def make_policy(name: PolicyName) -> SchedulingPolicy:
-    match name:
-        case "fifo":
-            return SchedulingPolicy()
-        case "srtf":
-            return ShortestRemainingPolicy()
-        case "las":
-            return LeastServicePolicy()
+POLICY_CLASSES: dict[PolicyName, type[SchedulingPolicy]] = {
+    "fifo": SchedulingPolicy,
+    "srtf": ShortestRemainingPolicy,
+    "las": LeastServicePolicy,
+}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from phalanx_fleet.power_tree import NodePower
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome
-from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob
+from phalanx_fleet.simulate.job_state import AttemptTime, ProgressClock, SimulatedJob
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant import PlantHours
 
@@ -71,13 +71,10 @@ def supply_power(node_w: float, num_racks: int, efficiency: float, rack_overhead
 def measure_power(outcome: ClusterOutcome, power: NodePower, num_nodes: int, cap: float = 1.0) -> PowerHistory:
     """Compute the power of nodes from what ran on them. Idle nodes draw idle power, nodes in repair none; an attempt
     draws its mean, of training, saves and starting."""
-    log, jobs = outcome.attempts, outcome.jobs
-    start_s, end_s = np.array(log.start_s), np.array(log.end_s)
+    attempts, jobs = outcome.attempts, outcome.jobs
+    start_s, end_s = (np.array([getattr(each, name) for each in attempts]) for name in ("start_s", "end_s"))
     above_w = np.array(
-        [
-            _mean_above_idle(power, jobs[job].activity, cap, (t.training_s, t.blocked_s, t.total_s)) * jobs[job].devices
-            for job, t in zip(log.jobs, log.times, strict=True)
-        ]
+        [_mean_above_idle(power, jobs[each.job].activity, cap, each.time) * jobs[each.job].devices for each in attempts]
     )
     down_s = np.array([time_s for time_s, _ in outcome.node_states])
     down_w = -power.idle_w * np.diff(np.array([0, *(count for _, count in outcome.node_states)], dtype=float))
@@ -86,14 +83,13 @@ def measure_power(outcome: ClusterOutcome, power: NodePower, num_nodes: int, cap
     return integrate_steps(times, steps, outcome.end_s)
 
 
-def _mean_above_idle(power: NodePower, activity: float, cap: float, seconds: tuple[float, float, float]) -> float:
+def _mean_above_idle(power: NodePower, activity: float, cap: float, time: AttemptTime) -> float:
     """Watts above idle of a device and its part of the rest of the node, on the mean of an attempt."""
-    training_s, blocked_s, total_s = seconds
-    if total_s <= 0:
+    if time.total_s <= 0:
         return 0.0
     device_w = device_power(power, activity, cap) - power.device_idle_w
     rest_w = activity * (power.rest_max_w - power.rest_idle_w) / power.num_devices
-    return (training_s * (device_w + rest_w) + blocked_s * SAVE_ACTIVITY * device_w) / total_s
+    return (time.training_s * (device_w + rest_w) + time.blocked_s * SAVE_ACTIVITY * device_w) / time.total_s
 
 
 def integrate_steps(times: NDArray[np.float64], steps: NDArray[np.float64], until_s: float) -> PowerHistory:
@@ -136,18 +132,20 @@ class GroupOutcome:
     @cached_property
     def attempts(self) -> tuple[Values, Values, Values]:
         """Start and end in seconds, and devices, of each attempt of a job."""
-        log, jobs = self.outcome.attempts, self.outcome.jobs
-        devices = np.array([jobs[job].devices for job in log.jobs], dtype=float)
-        return np.array(log.start_s), np.array(log.end_s), devices
+        attempts, jobs = self.outcome.attempts, self.outcome.jobs
+        rows = [(each.start_s, each.end_s, jobs[each.job].devices) for each in attempts]
+        start_s, end_s, devices = np.array(rows, dtype=float).reshape(-1, 3).T
+        return start_s, end_s, devices
 
     @cached_property
     def power_shares(self) -> Values:
         """Power of a training accelerator of each attempt over its highest."""
-        return find_power_shares(self.outcome.jobs, self.power, self.cap)[self.outcome.attempts.jobs]
+        shares = find_power_shares(self.outcome.jobs, self.power, self.cap)
+        return shares[[each.job for each in self.outcome.attempts]]
 
     @cached_property
     def training_shares(self) -> Values:
-        return np.array([time.training_share for time in self.outcome.attempts.times])
+        return np.array([each.time.training_share for each in self.outcome.attempts])
 
     def find_busy_steps(
         self, chosen: NDArray[np.bool_] | slice = slice(None), weights: Values | float = 1.0
