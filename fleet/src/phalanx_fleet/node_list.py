@@ -37,7 +37,7 @@ from phalanx_fleet.fleet_node import (
     reading_from_sample,
 )
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, NodeStates
-from phalanx_fleet.nodes_file import NodeServices, NodesFile, ServiceOpeners, find_racks_of_nodes, load_nodes_file
+from phalanx_fleet.nodes_file import NodeServices, NodesFile, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,6 @@ class FleetReader:
         read_here: Reads this machine.
         now: Returns seconds since the epoch.
         list_more_runs: Returns further run directories to read.
-        openers: Open the services of the nodes file.
         finds_evidence: Whether a node that runs have evidence against becomes suspect in the table.
     """
 
@@ -114,12 +113,11 @@ class FleetReader:
         now: Callable[[], float] = time.time,
         list_more_runs: Callable[[], Sequence[Path]] = tuple,
         finds_evidence: bool = True,
-        openers: ServiceOpeners | None = None,
     ):
         self._list_more_runs, self._finds_evidence = list_more_runs, finds_evidence
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
         file = NodesFile(nodes=[]) if sources.nodes_file is None else load_nodes_file(sources.nodes_file)
-        self._entries, self._services = file.nodes, NodeServices(file, openers, now)
+        self._entries, self._services = file.nodes, NodeServices(file, now)
         self._racks, self._cdu_racks = find_racks_of_nodes(file), {cdu.id: cdu.racks for cdu in file.cdus}
         if sources.runs is not None and not sources.runs.is_dir():
             raise UsageError(f"--runs {sources.runs}: no such directory")

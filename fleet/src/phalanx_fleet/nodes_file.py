@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -116,17 +116,6 @@ RETRY_TIMEOUT_S = 0.2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServiceOpeners:
-    """How each kind of service is opened."""
-
-    prometheus: Callable[[str], ServiceSource] = PrometheusSource
-    redfish: Callable[[RedfishOptions], ServiceSource] = open_redfish
-    mqtt: Callable[[MqttOptions], ServiceSource] = open_mqtt
-    redfish_cdu: Callable[[str, RedfishCduOptions], ServiceSource] = open_redfish_cdu
-    modbus: Callable[[str, ModbusEntry], ServiceSource] = open_modbus
-
-
 class _Service:
     """A source that is opened with the first read that finds it. Each read has a thread of its own, which ends with the
     process, and a deadline: a service that answers slowly, in drips or never delays no other. While a read has not
@@ -198,15 +187,13 @@ class NodeServices:
     def __init__(
         self,
         file: NodesFile,
-        openers: ServiceOpeners | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ):
-        openers = openers or ServiceOpeners()
         self._now, self._clock = now, clock
-        self._services = {entry.name: _make_services(entry, openers) for entry in file.nodes}
+        self._services = {entry.name: _make_services(entry) for entry in file.nodes}
         self._checkers = {entry.name: DeviceChecker() for entry in file.nodes}
-        self._liquid = _make_liquid_services(file, openers)
+        self._liquid = _make_liquid_services(file)
 
     def read_nodes(self) -> tuple[Mapping[str, LatestReading], list[str]]:
         """Return the reading of each node that has a service, and what could not be read, in words."""
@@ -241,26 +228,26 @@ class NodeServices:
         return replace(reading, time=reading.time - age_s)
 
 
-def _make_services(entry: NodesFileEntry, openers: ServiceOpeners) -> list[_Service]:
+def _make_services(entry: NodesFileEntry) -> list[_Service]:
     services = []
     if entry.prometheus is not None:
-        services.append(_Service(entry.prometheus, partial(openers.prometheus, entry.prometheus), RENEWAL_S))
+        services.append(_Service(entry.prometheus, partial(PrometheusSource, entry.prometheus), RENEWAL_S))
     if entry.redfish is not None:
-        open_controller = partial(openers.redfish, entry.redfish)
+        open_controller = partial(open_redfish, entry.redfish)
         services.append(_Service(entry.redfish.url, open_controller, entry.redfish.interval_s))
     return services
 
 
-def _make_liquid_services(file: NodesFile, openers: ServiceOpeners) -> list[_Service]:
+def _make_liquid_services(file: NodesFile) -> list[_Service]:
     """The bus, and the CDUs that are not on it."""
     services = []
     if file.mqtt is not None:
-        services.append(_Service(file.mqtt.url, partial(openers.mqtt, file.mqtt), SAMPLE_INTERVAL_S))
+        services.append(_Service(file.mqtt.url, partial(open_mqtt, file.mqtt), SAMPLE_INTERVAL_S))
     for cdu in file.cdus:
         if cdu.redfish is not None:
-            open_cdu = partial(openers.redfish_cdu, cdu.id, cdu.redfish)
+            open_cdu = partial(open_redfish_cdu, cdu.id, cdu.redfish)
             services.append(_Service(cdu.redfish.url, open_cdu, cdu.redfish.interval_s))
         elif cdu.modbus is not None:
-            open_device = partial(openers.modbus, cdu.id, cdu.modbus)
+            open_device = partial(open_modbus, cdu.id, cdu.modbus)
             services.append(_Service(cdu.modbus.url, open_device, cdu.modbus.interval_s))
     return services

@@ -10,7 +10,7 @@ from phalanx.errors import RecipeError
 from phalanx.telemetry.sample import DeviceSample, HostSample, SourceUnavailableError
 from phalanx_fleet import nodes_file
 from phalanx_fleet.fleet_node import LatestReading, merge_readings
-from phalanx_fleet.nodes_file import NodeServices, ServiceOpeners, load_nodes_file
+from phalanx_fleet.nodes_file import NodeServices, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 from settable_clock import SettableClock
 
@@ -76,11 +76,14 @@ def clock() -> SettableClock:
 
 
 @pytest.fixture
-def found(services: FakeServices, clock: SettableClock, tmp_path: Path) -> NodeServices:
+def found(
+    services: FakeServices, clock: SettableClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> NodeServices:
     path = tmp_path / "nodes.yaml"
     path.write_text(FILE)
-    openers = ServiceOpeners(services.open, services.open, services.open)
-    return NodeServices(load_nodes_file(path), openers, lambda: 1000.0 + clock.now, clock)
+    for opener in ("PrometheusSource", "open_redfish", "open_mqtt"):
+        monkeypatch.setattr(nodes_file, opener, services.open)
+    return NodeServices(load_nodes_file(path), lambda: 1000.0 + clock.now, clock)
 
 
 def test_a_node_has_one_reading_of_all_its_services(found: NodeServices) -> None:

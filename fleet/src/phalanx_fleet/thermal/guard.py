@@ -25,7 +25,7 @@ from phalanx.run.private_files import state_root
 from phalanx_fleet.audit_log import find_actor, find_audit_problem
 from phalanx_fleet.fleet_node import LatestReading
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeState, NodeStates
-from phalanx_fleet.nodes_file import NodeServices, ServiceOpeners, find_racks_of_nodes, load_nodes_file
+from phalanx_fleet.nodes_file import NodeServices, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import PollingThread, RackSample
 
 USUAL_FLOW_SAMPLES = 300
@@ -372,7 +372,6 @@ def guard_cooling(
     duration_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-    openers: ServiceOpeners | None = None,
 ) -> Iterator[GuardReport]:
     """Read all sources each second and respond to faults; yield what is done, and problems when they change.
 
@@ -393,7 +392,7 @@ def guard_cooling(
             audit_problems[problem] = None
 
     with contextlib.ExitStack() as stack:
-        services = stack.enter_context(contextlib.closing(NodeServices(file, openers, unix_now)))
+        services = stack.enter_context(contextlib.closing(NodeServices(file, unix_now)))
         margins = KnownMargins(services)
         stack.callback(PollingThread(margins.renew, READ_INTERVAL_S).stop)
         jobs = _watch_jobs(open_backend, stack)

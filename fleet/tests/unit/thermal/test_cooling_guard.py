@@ -12,8 +12,8 @@ import pytest
 from fake_nodes import FakeNodeBackend
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
+from phalanx_fleet import nodes_file
 from phalanx_fleet.node_states import NodeState, NodeStates
-from phalanx_fleet.nodes_file import ServiceOpeners
 from phalanx_fleet.telemetry.modbus import ModbusEntry, ModbusSource, PymodbusClient
 from phalanx_fleet.thermal.guard import FleetActions, KnownJobs, ResponseEvent, guard_cooling
 from settable_clock import SettableClock
@@ -80,9 +80,9 @@ def run_guard(nodes: Path, backend: SignalBackend, may_act: bool, device: Modbus
             device.put(FLOW, words)
         polling.poll()
 
-    openers = ServiceOpeners(modbus=open_cdu)
-    with NodeStates(nodes.parent / "nodes.db") as states:
-        for report in guard_cooling(nodes, lambda: backend, states, may_act, 25.0, sleep, clock, openers):
+    with NodeStates(nodes.parent / "nodes.db") as states, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes_file, "open_modbus", open_cdu)
+        for report in guard_cooling(nodes, lambda: backend, states, may_act, 25.0, sleep, clock):
             reports.append(report)
         assert backend.nodes["n3"].service == "open"
         if may_act:
