@@ -202,8 +202,9 @@ class NodeHelper:
         connection.received += part
         connection.heard_at = time.monotonic()
         is_open = bool(part) and len(connection.received) <= MAX_LINE_BYTES
-        while is_open and (line := _take_line(connection.received)) is not None:
-            is_open = self._answer(connection, line)
+        while is_open and b"\n" in connection.received:
+            line, _, connection.received = connection.received.partition(b"\n")
+            is_open = self._answer(connection, bytes(line))
         if not is_open:
             self._close(connection)
 
@@ -246,15 +247,6 @@ def notify_service_manager(text: str) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
             sender.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)
-
-
-def _take_line(received: bytearray) -> bytes | None:
-    end = received.find(b"\n") + 1
-    if not end:
-        return None
-    line = bytes(received[:end])
-    del received[:end]
-    return line
 
 
 def _user_name(uid: int) -> str:

@@ -178,9 +178,9 @@ def _format_cell(spread: SeedSpread, write: Callable[[float], str]) -> str:
     return mean if low == high else f"{mean} ({low} to {high})"
 
 
-CONFIDENCE = 0.95
+CONFIDENCE_SHARE = 0.95
 """That all intervals of a table have what they are of."""
-ANGLES = 20_001
+NUM_STUDENT_ANGLES = 20_001
 ROUNDING_SHARE = 1e-9
 """Relative difference below which two figures are equal."""
 
@@ -276,14 +276,14 @@ def compare_paired(base: Sequence[float], other: Sequence[float], num_compared: 
     mean = float(differences.mean())
     if number == 1:
         return PairedDifference(mean, math.nan, math.nan, 1)
-    quantile = find_student_quantile(1.0 - (1.0 - CONFIDENCE) / num_compared, number - 1)
+    quantile = find_student_quantile(1.0 - (1.0 - CONFIDENCE_SHARE) / num_compared, number - 1)
     half = quantile * float(differences.std(ddof=1)) / math.sqrt(number)
     return PairedDifference(mean, mean - half, mean + half, number)
 
 
 def find_student_quantile(confidence: float, freedom: int) -> float:
     """Return t of which Student's distribution has a share `confidence` between -t and t."""
-    angles = np.linspace(0.0, np.pi / 2, ANGLES)  # t is tan(angle) times the root of the degrees of freedom
+    angles = np.linspace(0.0, np.pi / 2, NUM_STUDENT_ANGLES)  # t is tan(angle) times the root of the degrees of freedom
     density = np.cos(angles) ** (freedom - 1)
     shares = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return math.tan(float(np.interp(confidence, shares / shares[-1], angles))) * math.sqrt(freedom)

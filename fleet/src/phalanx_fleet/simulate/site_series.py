@@ -1,6 +1,6 @@
 """Hours of a site from CSV files: weather, price and carbon, aligned on UTC."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import MAX_TIME_S, CsvTable, check_names, open_csv, parse_time, read_number
+from phalanx_fleet.csv_table import MAX_TIME_S, check_names, open_csv, parse_time, read_number
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
 from phalanx_fleet.thermal.cooling_tower import find_wet_bulb
 from phalanx_fleet.thermal.device_series import Values
@@ -43,55 +43,46 @@ def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None
     known = ("time", "site", *WEATHER_LIMITS)
     check_names(f"{path}: columns:", columns, known)
     names = {name: columns.get(name, name) for name in known}
-    with open_csv(path) as table:
-        _check_columns(table, names, site, columns)
-        return _read_rows(table, names, site)
-
-
-def _check_columns(table: CsvTable, names: Mapping[str, str], site: str | None, given: Iterable[str]) -> None:
-    needed = ["time", "dry_bulb_c", *(["site"] if site is not None else []), *given]
-    missing = [name for name in needed if names[name] not in table.columns]
-    if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(table.columns):
-        missing = ["wet_bulb_c"]
-    if missing:
-        raise UsageError(
-            f"{table.path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it in "
-            f"the fleet file by `columns: {{{missing[0]}: COLUMN}}`"
-        )
-
-
-def _read_rows(table: CsvTable, names: Mapping[str, str], site: str | None) -> Weather:
-    path = table.path
-    times: list[str] = []
-    values: list[list[float]] = []
+    rows: list[tuple[str, list[float]]] = []
     sites = set()
-    for number, row in table.iterate(names):
-        if site is not None:
-            sites.add(row["site"])
-            if row["site"] != site:
-                continue
-        found = [read_number(path, number, name, row.get(name), limits) for name, limits in WEATHER_LIMITS.items()]
-        if found[1] > found[0] + MAX_WET_OVER_DRY_K:
-            raise DataError(
-                f"{path}:{number}: wet_bulb_c {found[1]:g} is above dry_bulb_c {found[0]:g}, which cannot be; are the "
-                "columns exchanged?"
+    with open_csv(path) as table:
+        needed = ["time", "dry_bulb_c", *([] if site is None else ["site"]), *columns]
+        missing = [name for name in needed if names[name] not in table.columns]
+        if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(table.columns):
+            missing = ["wet_bulb_c"]
+        if missing:
+            raise UsageError(
+                f"{path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it in the fleet file "
+                f"by `columns: {{{missing[0]}: COLUMN}}`"
             )
-        if np.isnan(found[0]) or (np.isnan(found[1]) and np.isnan(found[2])):
-            continue
-        times.append(row["time"])
-        values.append(found)
-    if not values:
-        known = f"; sites are {', '.join(sorted(sites))}" if sites else ""
+        for number, row in table.iterate(names):
+            sites.add(row.get("site"))
+            if site is None or row["site"] == site:
+                rows.append((row["time"], _read_weather_row(path, number, row)))
+    rows = [(time, values) for time, values in rows if not np.isnan(values[0]) and not np.isnan(values[1:]).all()]
+    if not rows:
+        known = f"; sites are {', '.join(sorted(map(str, sites)))}" if site is not None and sites else ""
         raise DataError(f"{path}: no hour{'' if site is None else f' of site {site}'}{known}")
-    dry, wet, humidity = np.array(values).T
+    dry, wet, humidity = np.array([values for _, values in rows]).T
     unknown = np.isnan(wet)
     if np.any(unknown):
-        if len(values) > 1 and np.max(humidity[unknown]) <= 1.0:
+        if len(rows) > 1 and np.max(humidity[unknown]) <= 1.0:
             raise DataError(
                 f"{path}: relative_humidity_pct is {np.max(humidity[unknown]):g} at most; expected percent, not shares"
             )
         wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
-    return Weather(times, dry, wet)
+    return Weather([time for time, _ in rows], dry, wet)
+
+
+def _read_weather_row(path: Path, number: int, row: Mapping[str, str]) -> list[float]:
+    """Dry bulb, wet bulb and humidity; NaN for what is missing."""
+    values = [read_number(path, number, name, row.get(name), limits) for name, limits in WEATHER_LIMITS.items()]
+    if values[1] > values[0] + MAX_WET_OVER_DRY_K:
+        raise DataError(
+            f"{path}:{number}: wet_bulb_c {values[1]:g} is above dry_bulb_c {values[0]:g}, which cannot be; are the "
+            "columns exchanged?"
+        )
+    return values
 
 
 SECONDS_PER_HOUR = 3600.0

@@ -125,13 +125,11 @@ class PrometheusSource:
         families, now = text_string_to_metric_families(self._fetch(self._url)), self._now()
         late_after_s = LATE_AFTER_RENEWALS * self._renewal_s
         found = read_dcgm_metrics((each for family in families for each in family.samples), now, late_after_s)
-        return tuple(self._check(device, now) for device in found)
-
-    def _check(self, device: DeviceSample, now: float) -> DeviceSample:
-        """The device; without values where the exporter has frozen: its other values are old ones, too."""
-        if self._checker.is_frozen(device, now, self._renewal_s):
-            return DeviceSample(id=device.id, name=device.name)
-        return device
+        # where the exporter has frozen, its other values are old ones, too
+        return tuple(
+            DeviceSample(id=each.id, name=each.name) if self._checker.is_frozen(each, now, self._renewal_s) else each
+            for each in found
+        )
 
 
 def read_dcgm_metrics(
