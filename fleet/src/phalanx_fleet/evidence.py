@@ -37,6 +37,15 @@ EVIDENCE_ACTOR = "evidence"
 MAX_SHOWN_EVIDENCE = 3
 MAX_REASON_CHARS = 500
 """Characters of a reason: names of devices are what a run says."""
+logger = logging.getLogger(__name__)
+MAX_MINUTES_BYTES = 16 << 20
+"""Bytes of a node's minutes that are read at first, from the end: more than a day with 8 accelerators."""
+MAX_EVENTS_BYTES = 16 << 20
+"""Bytes of a run's events that are read at first, from the end: 40,000 steps."""
+RELEVANT_EVENTS = (WorkerStarted, StragglerDetected, WorkerFailure)
+RELEVANT_KINDS_PATTERN = re.compile(rb'"(?:%s)"' % "|".join(each.kind for each in RELEVANT_EVENTS).encode())
+MAX_JOB_AGE_S = 24 * 3600.0
+"""Seconds since the end of a job for which its run is read: what ended it may be its node's fault."""
 
 
 @dataclass(frozen=True)
@@ -203,18 +212,6 @@ def find_cooling_findings(
 def make_cooling_evidence(node: str, findings: Iterable[CoolingFinding], now: float) -> list[NodeEvidence]:
     """Return the evidence in the findings of a node."""
     return [each for found in findings for each in judge_evidence(node, found.kind, now, 1.0, found.text)]
-
-
-logger = logging.getLogger(__name__)
-
-MAX_MINUTES_BYTES = 16 << 20
-"""Bytes of a node's minutes that are read at first, from the end: more than a day with 8 accelerators."""
-MAX_EVENTS_BYTES = 16 << 20
-"""Bytes of a run's events that are read at first, from the end: 40,000 steps."""
-RELEVANT_EVENTS = (WorkerStarted, StragglerDetected, WorkerFailure)
-RELEVANT_KINDS_PATTERN = re.compile(rb'"(?:%s)"' % "|".join(each.kind for each in RELEVANT_EVENTS).encode())
-MAX_JOB_AGE_S = 24 * 3600.0
-"""Seconds since the end of a job for which its run is read: what ended it may be its node's fault."""
 
 
 def list_run_directories(folder: Path) -> list[Path]:

@@ -32,6 +32,7 @@ ENTRY_SECTIONS = (
 )
 """Mappings in which the user chooses the keys."""
 EntryT = TypeVar("EntryT")
+NODE_STATES_FILE = "nodes.db"
 
 
 class NodeTypeEntry(StrictModel):
@@ -174,9 +175,6 @@ def expand_entries(entries: Mapping[str, EntryT]) -> dict[str, tuple[str, EntryT
                 raise ValueError(f"{name} is there twice")
             expanded[name] = key, entry
     return expanded
-
-
-NODE_STATES_FILE = "nodes.db"
 
 
 def node_states_path(fleet: Path | None, file: FleetFile | None = None) -> Path:

@@ -15,6 +15,11 @@ from phalanx_fleet.telemetry.service_reading import sum_of_all, take_all
 LATE_AFTER_PERIODS = 3
 """Age in periods from which a reading is missing."""
 UNREMARKABLE_REASONS = SlowReason.IDLE | SlowReason.APPLICATION_CLOCKS
+DOWN_STATE = "down"
+"""Shown for a healthy node on which its backend starts no jobs for another reason than a drain."""
+NO_READING_STATE, STALE_STATE = "no reading", "stale"
+"""Shown for a healthy node that was never read, or not of late: it may be anything."""
+SHOWN_STATES = (*NodeState, DOWN_STATE, NO_READING_STATE, STALE_STATE)
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,6 @@ def sum_power(
 def min_of_all(values: Iterable[float | None]) -> float | None:
     """Return the minimum; None without values."""
     return min(take_all(values), default=None)
-
-
-DOWN_STATE = "down"
-"""Shown for a healthy node on which its backend starts no jobs for another reason than a drain."""
-NO_READING_STATE, STALE_STATE = "no reading", "stale"
-"""Shown for a healthy node that was never read, or not of late: it may be anything."""
-SHOWN_STATES = (*NodeState, DOWN_STATE, NO_READING_STATE, STALE_STATE)
 
 
 @dataclass(frozen=True)

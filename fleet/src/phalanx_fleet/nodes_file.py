@@ -29,6 +29,13 @@ from phalanx_fleet.telemetry.redfish import RedfishOptions, open_redfish
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, open_redfish_cdu
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading, ServiceSource, start_call
 
+FIRST_READ_TIMEOUT_S = 10.0
+"""With the opening of a connection and a login."""
+READ_TIMEOUT_S = 2.5
+RETRY_TIMEOUT_S = 0.2
+"""For a service that did not answer in time before."""
+logger = logging.getLogger(__name__)
+
 
 class CduEntry(StrictModel):
     """A coolant distribution unit. Without `redfish` and `modbus` it is read from the bus, by its object id."""
@@ -106,14 +113,6 @@ def load_nodes_file(path: Path) -> NodesFile:
 def find_racks_of_nodes(file: NodesFile) -> dict[str, str]:
     """Return the rack of each node that has one."""
     return {node.name: node.rack for node in file.nodes if node.rack is not None}
-
-
-FIRST_READ_TIMEOUT_S = 10.0
-"""With the opening of a connection and a login."""
-READ_TIMEOUT_S = 2.5
-RETRY_TIMEOUT_S = 0.2
-"""For a service that did not answer in time before."""
-logger = logging.getLogger(__name__)
 
 
 class _Service:

@@ -13,6 +13,11 @@ from phalanx.recipe.validation_errors import describe_value
 
 WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
 POWER_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(W|kW|MW)")
+MAX_LEASE_S = 60.0
+LATE_AFTER_PERIODS = 3
+"""Age in periods from which a report is missing."""
+DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
+RAPL_KEYS = {"root", "packages", "package_power"}
 
 
 def parse_power(value: Any) -> float:
@@ -28,13 +33,6 @@ Power = Annotated[
     BeforeValidator(parse_power, json_schema_input_type=str),
     Field(json_schema_extra={"type": "string", "format": "power"}),
 ]
-
-
-MAX_LEASE_S = 60.0
-LATE_AFTER_PERIODS = 3
-"""Age in periods from which a report is missing."""
-DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
-RAPL_KEYS = {"root", "packages", "package_power"}
 
 
 class CapDeviceSettings(StrictModel):

@@ -40,6 +40,10 @@ LEVEL_COLUMNS = (
 )
 BAR_WIDTH, LINE_WIDTH, PICTURE_HEIGHT = 140, 120, 20
 LEVEL_INDENT = "\u2003"
+MAX_TABLE_DEVICES = 20
+DEVICE_COLUMNS = ("node", "device", "temperature", "draw", "margin", "read")
+LOW_MARGIN_K = 5.0
+NO_FLEET = "This page needs a fleet file: phalanx serve --fleet FLEET.yaml"
 
 
 def read_levels(
@@ -183,11 +187,6 @@ are read, at their supplies; where only devices are read, with the most of all e
 committed power, and the budget as a mark. The line is recorded while this server runs.</p>"""
 
 
-MAX_TABLE_DEVICES = 20
-DEVICE_COLUMNS = ("node", "device", "temperature", "draw", "margin", "read")
-LOW_MARGIN_K = 5.0
-
-
 @dataclass(frozen=True)
 class DeviceMargin:
     """A device, or the hottest one of a node without readings of each."""
@@ -262,9 +261,6 @@ def render_cooling_page(content: str) -> str:
 <div id="cooling">{content}</div>
 <p class="note">Margin: kelvins up to the temperature from which the device slows down, as it reports it. Late readings
 are left out.</p>"""
-
-
-NO_FLEET = "This page needs a fleet file: phalanx serve --fleet FLEET.yaml"
 
 
 @dataclass(frozen=True)

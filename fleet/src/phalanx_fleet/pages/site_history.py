@@ -52,6 +52,9 @@ SELECT time, num_samples, min, mean, max FROM grid CROSS JOIN points
 ON period_s = :period_s AND time = at AND series = (SELECT id FROM series WHERE source = :source AND name = :name)
 """
 """Looks each point up, since an index by series would be written all over with each sample."""
+logger = logging.getLogger(__name__)
+NODE_VALUES = ("draw_w", "device_draw_w", "margin_k")
+"""Values of a reading that are recorded."""
 
 
 class HistoryBusyError(OSError):
@@ -165,11 +168,6 @@ def _check_version(db: sqlite3.Connection) -> None:
     """Raise DatabaseError for what is no history of this version."""
     if (version := db.execute("PRAGMA user_version").fetchone()[0]) != HISTORY_FORMAT:
         raise sqlite3.DatabaseError(f"format {version}, expected {HISTORY_FORMAT}")
-
-
-logger = logging.getLogger(__name__)
-NODE_VALUES = ("draw_w", "device_draw_w", "margin_k")
-"""Values of a reading that are recorded."""
 
 
 class SiteHistory:

@@ -15,13 +15,17 @@ from phalanx.telemetry.host import find_rapl_domains
 from phalanx_fleet.power_settings import CapDeviceSettings
 from phalanx_fleet.telemetry.service_reading import start_call
 
+ROUNDING_ERROR = 1e-4
+"""Of a unit: what multiplication adds to a whole number."""
+MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
+NVML_TEMPERATURE_GPU = 0
+CALL_TIMEOUT_S = 2.0
+"""Drivers answer within tens of milliseconds; the keeper looks at leases once a second."""
+T = TypeVar("T")
+
 
 class CapError(Exception):
     """A device does not answer, or does not take a cap; the text says which and why."""
-
-
-ROUNDING_ERROR = 1e-4
-"""Of a unit: what multiplication adds to a whole number."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,6 @@ class CapDevice(Protocol):
 
     def set_cap_w(self, cap_w: float) -> None:
         """Ask it to enforce a cap. Only reading back says whether it does."""
-
-
-MILLIWATTS_PER_WATT, MICROWATTS_PER_WATT = 1e3, 1e6
-NVML_TEMPERATURE_GPU = 0
-CALL_TIMEOUT_S = 2.0
-"""Drivers answer within tens of milliseconds; the keeper looks at leases once a second."""
-
-T = TypeVar("T")
 
 
 class NvmlCapDevice:

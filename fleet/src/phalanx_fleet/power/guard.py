@@ -31,6 +31,13 @@ CAP_ROUNDING_W = 1.0
 """Devices round caps to a watt or less."""
 MAX_REQUESTS_KEPT = 64
 """Requests of a node that may be without an answer; what is older is late, and so missing."""
+LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
+"""Share of an error that a step corrects. At a period of averaging and dead time, 1 and more oscillates."""
+HYSTERESIS_SHARE = 0.01
+"""Share of a cap by which it has to change to be raised, and of a budget that measured power has to be below for a
+correction to be given back."""
+MAX_DRAW_SHARE = 1.5
+"""Over a device's most power: short peaks of GPUs are up to a third above it."""
 
 
 @dataclass
@@ -102,15 +109,6 @@ class NodeAccount:
             for seq, (_, request) in self.requests.items()
             if seq > report.newest_seq and request.caps_w is not None and request.session == report.session
         ]
-
-
-LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
-"""Share of an error that a step corrects. At a period of averaging and dead time, 1 and more oscillates."""
-HYSTERESIS_SHARE = 0.01
-"""Share of a cap by which it has to change to be raised, and of a budget that measured power has to be below for a
-correction to be given back."""
-MAX_DRAW_SHARE = 1.5
-"""Over a device's most power: short peaks of GPUs are up to a third above it."""
 
 
 class LostNodeError(UsageError):

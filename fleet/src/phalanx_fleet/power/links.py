@@ -24,6 +24,19 @@ from phalanx_fleet.power.node_keeper import NodeKeeper
 
 ANSWER_POLL_S = 0.05
 """From one look at what has arrived to the next, where an answer is waited for."""
+logger = logging.getLogger(__name__)
+RETRY_AFTER_S = 10.0
+MAX_WAITING_BYTES = 1 << 16
+"""Requests that a peer has not taken; more are dropped, as on a network."""
+RECEIVE_BYTES = 1 << 16
+MAX_RECEIVES = 16
+"""At a time: a node that floods its guard must not keep it from the others."""
+ANSWER_TIMEOUT_S = 30.0
+"""From a request to the end of a connection on which nothing arrives: a start of ssh and Python on a busy node."""
+END_TIMEOUT_S = 5.0
+"""For a process after the end of its connection: a keeper ends its leases first."""
+MAX_ERROR_BYTES = 1 << 12
+CLOSED_TEXT = "the helper has closed the connection"
 
 
 class NodeLinks(Protocol):
@@ -91,22 +104,6 @@ class LocalLinks:
         """End all leases now: nothing else would, once this process is gone."""
         for keeper in self._keepers.values():
             keeper.end_lease()
-
-
-logger = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 10.0
-MAX_WAITING_BYTES = 1 << 16
-"""Requests that a peer has not taken; more are dropped, as on a network."""
-RECEIVE_BYTES = 1 << 16
-MAX_RECEIVES = 16
-"""At a time: a node that floods its guard must not keep it from the others."""
-ANSWER_TIMEOUT_S = 30.0
-"""From a request to the end of a connection on which nothing arrives: a start of ssh and Python on a busy node."""
-END_TIMEOUT_S = 5.0
-"""For a process after the end of its connection: a keeper ends its leases first."""
-MAX_ERROR_BYTES = 1 << 12
-CLOSED_TEXT = "the helper has closed the connection"
 
 
 @dataclass

@@ -34,6 +34,16 @@ from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
 from phalanx_fleet.power.open_links import record_path
 from phalanx_fleet.power_settings import DEFAULT_SOCKET, CapDeviceSettings
 
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at leases and devices."""
+MAX_CONNECTIONS = 16
+"""More than the guards that may be at work. A further one takes the place of the longest idle one of the user with most
+connections."""
+RECEIVE_BYTES = 1 << 16
+PEER_FORMAT = "iII"
+"""SO_PEERCRED: process, user and group as unsigned numbers."""
+COPY_BYTES = 1 << 16
+
 
 class AllowedPeers(StrictModel):
     """Users and groups of this machine that may order caps. root always may."""
@@ -96,17 +106,6 @@ class PeerList:
         if groups & self._gids:
             return ""
         return f"user {name} may not use this helper; add the user or a group to `allow` in its file"
-
-
-CHECK_INTERVAL_S = 1.0
-"""Seconds between two looks at leases and devices."""
-MAX_CONNECTIONS = 16
-"""More than the guards that may be at work. A further one takes the place of the longest idle one of the user with most
-connections."""
-RECEIVE_BYTES = 1 << 16
-PEER_FORMAT = "iII"
-"""SO_PEERCRED: process, user and group as unsigned numbers."""
-COPY_BYTES = 1 << 16
 
 
 @dataclass(eq=False)

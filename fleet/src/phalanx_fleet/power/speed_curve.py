@@ -27,6 +27,7 @@ POINTS_BETWEEN = 7
 """Between two measured caps."""
 SWEEP_SPACING = 1.5
 """Exponent of the spacing of caps; 1 would space them equally."""
+FILE_NAME = "power_sweep.json"
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,6 @@ def choose_sweep_caps(min_w: float, max_w: float, num_caps: int = 5) -> list[flo
     """
     shares = np.linspace(1.0, 0.0, num_caps)[1:-1] ** SWEEP_SPACING
     return [max_w, *(float(round(min_w + (max_w - min_w) * share)) for share in shares), min_w]
-
-
-FILE_NAME = "power_sweep.json"
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ SLOPE_WINDOW_S = 15.0
 ANSWER_TIMEOUT_S = 5.0
 MIN_STEPS = 3
 END_LEASE_S = 0.01
+StepReader = Callable[[], Sequence[float]]
+"""Returns the durations of the steps since the last call, in seconds, without stalls of checkpoints."""
+MIN_CAPS, MAX_CAPS = 3, 7
+CAP_BISECTIONS = 20
 
 
 class SweepError(PhalanxError):
@@ -48,10 +52,6 @@ class SweepTimes:
     max_measure_s: float = 120.0
     max_slope_k_per_s: float = 0.05
     """A kelvin in 20 s; sensors of whole kelvins cannot show less within the window."""
-
-
-StepReader = Callable[[], Sequence[float]]
-"""Returns the durations of the steps since the last call, in seconds, without stalls of checkpoints."""
 
 
 @dataclass
@@ -192,10 +192,6 @@ def _find_slope(samples: Sequence[tuple[float, Mapping[str, float]]]) -> float |
         if len(points) > 1:
             slopes.append(abs(float(np.polyfit([t - newest for t, _ in points], [v for _, v in points], 1)[0])))
     return max(slopes) if slopes else None
-
-
-MIN_CAPS, MAX_CAPS = 3, 7
-CAP_BISECTIONS = 20
 
 
 @dataclass(frozen=True)

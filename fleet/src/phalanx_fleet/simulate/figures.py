@@ -21,6 +21,11 @@ STATE_TITLES = {
     "spare": "spare",
     "repair": "in repair",
 }
+CONFIDENCE_SHARE = 0.95
+"""That all intervals of a table have what they are of."""
+NUM_STUDENT_ANGLES = 20_001
+ROUNDING_SHARE = 1e-9
+"""Relative difference below which two figures are equal."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +181,6 @@ def _format_cell(spread: SeedSpread, write: Callable[[float], str]) -> str:
         return "-"
     mean, low, high = write(spread.mean), write(spread.p05), write(spread.p95)
     return mean if low == high else f"{mean} ({low} to {high})"
-
-
-CONFIDENCE_SHARE = 0.95
-"""That all intervals of a table have what they are of."""
-NUM_STUDENT_ANGLES = 20_001
-ROUNDING_SHARE = 1e-9
-"""Relative difference below which two figures are equal."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,14 @@ from phalanx_fleet.simulate.site_series import SECONDS_PER_HOUR
 from phalanx_fleet.simulation_settings import PolicyName
 from phalanx_fleet.thermal.device_series import Values
 
+FIRST_PROGRESS_S, CLOCK_NUMBER, JOB_ID, KEY_FIRST, KEY_SECOND = range(5)
+"""Rows of the table. Unused columns are NaN, which is not greater than anything."""
+JobKey = tuple[float, ...]
+SERVICE_LIMITS_S = (3250.0, 7200.0)
+"""Attained device-seconds from which a job moves to the next queue: those of the simulator of Tiresias."""
+DEMOTED_ORDER = 1e15
+"""Order of a running job that has just moved to the next queue: behind those that wait there."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttemptTime:
@@ -107,9 +115,6 @@ def choose_interval(blocked_s: float, lag_s: float, mtbf_s: float) -> float:
 
 
 NO_CHECKPOINTS = CheckpointCosts(float("inf"))
-FIRST_PROGRESS_S, CLOCK_NUMBER, JOB_ID, KEY_FIRST, KEY_SECOND = range(5)
-"""Rows of the table. Unused columns are NaN, which is not greater than anything."""
-JobKey = tuple[float, ...]
 
 
 class ProgressClock:
@@ -275,12 +280,6 @@ class ProgressingJobs(RunningJobs):
             return now_s
         by_clock = np.array([now_s if clock is None else clock.progress_s(now_s) for clock in self._clock_numbers])
         return np.asarray(by_clock[np.nan_to_num(table[CLOCK_NUMBER]).astype(np.intp)])
-
-
-SERVICE_LIMITS_S = (3250.0, 7200.0)
-"""Attained device-seconds from which a job moves to the next queue: those of the simulator of Tiresias."""
-DEMOTED_ORDER = 1e15
-"""Order of a running job that has just moved to the next queue: behind those that wait there."""
 
 
 class SchedulingPolicy:

@@ -23,6 +23,10 @@ CAP_EXPONENT = 2.5
 """a in f ~ (P - P_idle)^(1/a), clock against power: 1.2 to 5.8 on V100, A40 and RTX 6000 (data of Zeus, NSDI 2023)."""
 LEAST_POWER_SHARE = 1e-3
 """Power above idle, over the highest, that is left at a cap or coolant which allows less: jobs never stand still."""
+POWER_STEPS = 50
+"""Steps of a device's power over its highest, to 2 %."""
+LEAST_DEVICES = 1e-9
+"""Mean of an hour below which there are none: rounding."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,6 @@ def add_histories(histories: Sequence[PowerHistory]) -> PowerHistory:
         return histories[0]
     hourly_w = np.sum([history.hourly_w for history in histories], axis=0)
     return PowerHistory(hourly_w, sum(history.energy_j for history in histories), float(hourly_w.max()))
-
-
-POWER_STEPS = 50
-"""Steps of a device's power over its highest, to 2 %."""
-LEAST_DEVICES = 1e-9
-"""Mean of an hour below which there are none: rounding."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from phalanx_fleet.simulation_settings import CheckpointEntry, FailureEntry, Job
 
 SECONDS_PER_HOUR = 3600.0
 SECONDS_PER_YEAR = 365.25 * SECONDS_PER_DAY
+TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,6 @@ def mean_node_rate(causes: Mapping[str, FailureEntry], nodes: Sequence[NodeHisto
         ]
         total += float(np.mean(rates * np.array(factors))) if len(nodes) else 0.0
     return total
-
-
-TRACE_COLUMNS = ("submit_s", "duration_s", "gpus")
 
 
 def make_costs(entry: CheckpointEntry, num_nodes: int, rates: FailureRates) -> CheckpointCosts:

@@ -23,6 +23,18 @@ WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
 
 MAX_WET_OVER_DRY_K = 0.5
 """Rounding of fog: there both are equal."""
+SECONDS_PER_HOUR = 3600.0
+HOURS_PER_DAY = 24
+DAYS_PER_YEAR = 365.25
+MOST_OFF_DAYS = 2
+"""A series that is so much shorter or longer than whole years is repeated as it is: 365 days, or 364."""
+SHORTEST_YEAR_H = 8736
+"""364 days. A series of a year or more is repeated; a shorter one must cover the simulation."""
+MOST_MISSING_SHARE = 0.05
+"""Of the hours of a file. Single hours are missing in published series (8 of a year), weeks are not."""
+PRICE_COLUMNS = {"price_per_kwh": 1.0, "price_per_mwh": 1e-3}
+CARBON_COLUMNS = {"carbon_g_per_kwh": 1.0}
+VALUE_LIMITS = (-1e6, 1e6)
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,8 @@ def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None
                 rows.append((row["time"], _read_weather_row(path, number, row)))
     rows = [(time, values) for time, values in rows if not np.isnan(values[0]) and not np.isnan(values[1:]).all()]
     if not rows:
-        known = f"; sites are {', '.join(sorted(map(str, sites)))}" if site is not None and sites else ""
-        raise DataError(f"{path}: no hour{'' if site is None else f' of site {site}'}{known}")
+        there = f"; sites are {', '.join(sorted(map(str, sites)))}" if site is not None and sites else ""
+        raise DataError(f"{path}: no hour{'' if site is None else f' of site {site}'}{there}")
     dry, wet, humidity = np.array([values for _, values in rows]).T
     unknown = np.isnan(wet)
     if np.any(unknown):
@@ -83,20 +95,6 @@ def _read_weather_row(path: Path, number: int, row: Mapping[str, str]) -> list[f
             "columns exchanged?"
         )
     return values
-
-
-SECONDS_PER_HOUR = 3600.0
-HOURS_PER_DAY = 24
-DAYS_PER_YEAR = 365.25
-MOST_OFF_DAYS = 2
-"""A series that is so much shorter or longer than whole years is repeated as it is: 365 days, or 364."""
-SHORTEST_YEAR_H = 8736
-"""364 days. A series of a year or more is repeated; a shorter one must cover the simulation."""
-MOST_MISSING_SHARE = 0.05
-"""Of the hours of a file. Single hours are missing in published series (8 of a year), weeks are not."""
-PRICE_COLUMNS = {"price_per_kwh": 1.0, "price_per_mwh": 1e-3}
-CARBON_COLUMNS = {"carbon_g_per_kwh": 1.0}
-VALUE_LIMITS = (-1e6, 1e6)
 
 
 @dataclass(frozen=True)

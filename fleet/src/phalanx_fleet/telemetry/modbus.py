@@ -49,6 +49,7 @@ LiquidColumn = Literal[
     "valve_position", "power_w", "failed_pumps", "has_leak", "has_leak_sensor_fault",
 ]  # fmt: skip
 assert set(LiquidColumn.__args__) == set(LIQUID_LIMITS)  # type: ignore[attr-defined]
+DEFAULT_PORT = 502
 
 
 class RegisterPoint(StrictModel):
@@ -131,9 +132,6 @@ def to_base_unit(point: RegisterPoint, count: float, units: dict[str, tuple[floa
         return None
     factor, offset = units[point.unit or "1"]
     return count * (1.0 if point.scale is None else point.scale) * factor + offset
-
-
-DEFAULT_PORT = 502
 
 
 class ModbusSource(PolledSource):

@@ -26,6 +26,12 @@ LIQUID_LIMITS: dict[str, tuple[float, float]] = {
 }
 STATE_COLUMNS = ("has_leak", "has_leak_sensor_fault")
 """Of which 0 is no and 1 is yes; anything else is no value."""
+logger = logging.getLogger(__name__)
+STOP_TIMEOUT_S = 5.0
+"""Seconds to wait for a call that has begun: a service may never answer."""
+LATE_AFTER_INTERVALS = 3
+"""A value that is older is missing."""
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +110,6 @@ def take_all(values: Iterable[float | None]) -> list[float]:
     """Return the values; none where one is missing: the sum of some accelerators would be taken for that of all."""
     found = list(values)
     return [] if None in found else [value for value in found if value is not None]
-
-
-logger = logging.getLogger(__name__)
-
-STOP_TIMEOUT_S = 5.0
-"""Seconds to wait for a call that has begun: a service may never answer."""
-LATE_AFTER_INTERVALS = 3
-"""A value that is older is missing."""
-ValueT = TypeVar("ValueT")
 
 
 def start_call(function: Callable[[], ValueT], name: str) -> "Future[ValueT]":

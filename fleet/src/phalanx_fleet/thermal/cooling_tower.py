@@ -18,6 +18,15 @@ from phalanx_fleet.thermal.device_series import Values
 SEA_LEVEL_PA = 101_325.0
 TABLE_C = np.arange(-40.0, 100.0, 0.05)
 """Linear between them, the enthalpy is off by less than 1e-5 of itself."""
+WATER_J_PER_KG_K = 4186.0
+FLOW_EXPONENT = 0.4
+FAN_EXPONENT = 2.75
+"""Measured on two fans with their drives (docs/benchmarks/fleet.md); 3 by the law of fans."""
+MAX_RISE_K = 80.0
+APPROACH_BISECTIONS = 40
+"""Halve 80 K to 7e-11 K."""
+AIR_BISECTIONS = 12
+"""A fan speed to 2e-4, as a drive has it."""
 
 
 def _load_library() -> ModuleType:
@@ -45,17 +54,6 @@ def find_wet_bulb(dry_bulb_c: Values, relative_humidity: Values) -> Values:
     library = _load_library()
     pairs = zip(dry_bulb_c.tolist(), np.clip(relative_humidity, 0.01, 1.0).tolist(), strict=True)
     return np.array([library.GetTWetBulbFromRelHum(dry, humidity, SEA_LEVEL_PA) for dry, humidity in pairs])
-
-
-WATER_J_PER_KG_K = 4186.0
-FLOW_EXPONENT = 0.4
-FAN_EXPONENT = 2.75
-"""Measured on two fans with their drives (docs/benchmarks/fleet.md); 3 by the law of fans."""
-MAX_RISE_K = 80.0
-APPROACH_BISECTIONS = 40
-"""Halve 80 K to 7e-11 K."""
-AIR_BISECTIONS = 12
-"""A fan speed to 2e-4, as a drive has it."""
 
 
 def find_approach(

@@ -28,6 +28,23 @@ from phalanx.run.directory import write_output
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values, average_steady
 
 Celsius = Annotated[float, Field(ge=-50, le=200), NUMBER_NOT_BOOL]
+PLATEAU_WIDTH_K = 1.5
+"""Control and rounding of a core temperature at its limit: 84 +- 1 C on an A100."""
+MIN_PLATEAU_C = 75.0
+"""No accelerator for servers slows down below."""
+MIN_PLATEAU_SAMPLES = 12
+MIN_IMPLIED_SPREAD_K = 4.0
+"""What the spread of power on a plateau would do to the temperature. Devices at their cap: up to 2.2 K, since a cap is
+held within 5 %; an A100 that throttles: 11 K."""
+MAX_THROTTLED_MARGIN_K = 0.5
+"""Margin as a whole number of kelvins: 0 is at the limit."""
+FIT_WINDOW_S = 28 * DAY_S
+MIN_POWER_SPREAD_W = 10.0
+"""Standard deviation of power within windows, below which a device says nothing about R."""
+MIN_FIT_SAMPLES = 24
+MAX_T0_C = 70.0
+"""Air comes in below 45 C, coolant below 60 C. The servers of the tests have 80 to 91 in degrees Fahrenheit."""
+SIGNIFICANT_DIGITS = 4
 
 
 class KindConstants(StrictModel):
@@ -67,25 +84,6 @@ def save_thermal_model(model: ThermalModelFile, path: Path) -> None:
         "# Thermal constants by kind of device: T = t0_c + r_k_per_w * P; `phalanx thermal fit` wrote them.\n"
         + to_yaml(to_plain_values(model, lambda name, field: False)),
     )
-
-
-PLATEAU_WIDTH_K = 1.5
-"""Control and rounding of a core temperature at its limit: 84 +- 1 C on an A100."""
-MIN_PLATEAU_C = 75.0
-"""No accelerator for servers slows down below."""
-MIN_PLATEAU_SAMPLES = 12
-MIN_IMPLIED_SPREAD_K = 4.0
-"""What the spread of power on a plateau would do to the temperature. Devices at their cap: up to 2.2 K, since a cap is
-held within 5 %; an A100 that throttles: 11 K."""
-MAX_THROTTLED_MARGIN_K = 0.5
-"""Margin as a whole number of kelvins: 0 is at the limit."""
-FIT_WINDOW_S = 28 * DAY_S
-MIN_POWER_SPREAD_W = 10.0
-"""Standard deviation of power within windows, below which a device says nothing about R."""
-MIN_FIT_SAMPLES = 24
-MAX_T0_C = 70.0
-"""Air comes in below 45 C, coolant below 60 C. The servers of the tests have 80 to 91 in degrees Fahrenheit."""
-SIGNIFICANT_DIGITS = 4
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,15 @@ MIN_GAP_S = 0.5
 """Between two measurements; what is less is rounding of their ages."""
 LEAK_CONFIRM_S = 10.0
 """For which a leak has to be reported that is measured once: a building's bus sends a state when it changes."""
+Problems = Mapping[str, str]
+"""Why an action did not work, by its target; nothing for those for which it did."""
+logger = logging.getLogger(__name__)
+READ_INTERVAL_S = 1.0
+JOBS_INTERVAL_S = 15.0
+"""Jobs are asked for beforehand: after a fault there is no time for it."""
+ACTION_TIMEOUT_S = 2.0
+"""How long an action is waited for before the next one begins; it continues meanwhile."""
+MAX_CONCURRENT_ACTIONS = 64
 
 
 class CoolingFault(StrEnum):
@@ -180,10 +189,6 @@ def _see_again(last: _Sighting | None, fault: ObservedFault, now: float) -> _Sig
     return _Sighting(last.since, fault.measured_at, last.num_measurements + 1)
 
 
-Problems = Mapping[str, str]
-"""Why an action did not work, by its target; nothing for those for which it did."""
-
-
 class CoolingAction(StrEnum):
     """What follows a fault, in this order."""
 
@@ -249,16 +254,6 @@ class CoolingResponder:
         event = ResponseEvent(self.clock(), action, target, text, problem, is_done)
         self.record(event)
         return event
-
-
-logger = logging.getLogger(__name__)
-
-READ_INTERVAL_S = 1.0
-JOBS_INTERVAL_S = 15.0
-"""Jobs are asked for beforehand: after a fault there is no time for it."""
-ACTION_TIMEOUT_S = 2.0
-"""How long an action is waited for before the next one begins; it continues meanwhile."""
-MAX_CONCURRENT_ACTIONS = 64
 
 
 @dataclass

@@ -21,6 +21,10 @@ NEWEST_SAMPLES = 24
 is half of a week."""
 MIN_POWER_SPAN_SHARE = 0.3
 """Of the kind's most power, between the 5 % and 95 % quantiles: below it a slope says nothing."""
+HOT_K = 8.0
+"""Excess at load that is a fault: more than two errors (3 K) of a model by kind and a warm inlet."""
+MIN_RESISTANCE_RATIO = 1.25
+"""Servers of one kind differ by up to 15 %."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +155,6 @@ def _find_resistance_ratio(series: DeviceSeries, kind: KindConstants) -> float |
 def _find_inlet_change(recent: DeviceSeries, past: DeviceSeries) -> float | None:
     now, before = recent.inlet_c[~np.isnan(recent.inlet_c)], past.inlet_c[~np.isnan(past.inlet_c)]
     return float(np.median(now) - np.median(before)) if len(now) and len(before) else None
-
-
-HOT_K = 8.0
-"""Excess at load that is a fault: more than two errors (3 K) of a model by kind and a warm inlet."""
-MIN_RESISTANCE_RATIO = 1.25
-"""Servers of one kind differ by up to 15 %."""
 
 
 class HeatCause(StrEnum):
