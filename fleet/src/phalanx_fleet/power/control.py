@@ -32,14 +32,13 @@ from phalanx_fleet.power.guard import (
 from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
+from phalanx_fleet.power.node_keeper import READ_BACK_TOLERANCE_W
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, load_sweep
 from phalanx_fleet.power_settings import CapDeviceSettings, Power, PowerSettings
 from phalanx_fleet.power_tree import NodePower, PowerTree, build_power_tree
 
 POLL_INTERVAL_S = 0.2
 MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5
-CAP_TOLERANCE_W = 1.0
-"""Devices round caps to a watt or less."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +326,7 @@ def _find_curve_problem(curves: Mapping[str, SpeedCurve], types: Mapping[str, No
             return f"sweep: {name}: no node type of its nodes; they are {', '.join(types)}"
         low_w, high_w = types[name].device_min_cap_w or 0.0, types[name].device_max_w
         for cap_w in (curve.caps_w[0], curve.caps_w[-1]):
-            if not low_w - CAP_TOLERANCE_W <= cap_w <= high_w + CAP_TOLERANCE_W:
+            if not low_w - READ_BACK_TOLERANCE_W <= cap_w <= high_w + READ_BACK_TOLERANCE_W:
                 return f"sweep: {name}: a device takes caps from {low_w:g} to {high_w:g} W, not {cap_w:g} W"
     return ""
 

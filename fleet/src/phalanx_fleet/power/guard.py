@@ -27,8 +27,6 @@ from phalanx_fleet.power.node_keeper import READ_BACK_TOLERANCE_W
 from phalanx_fleet.power_settings import PowerSettings
 from phalanx_fleet.power_tree import PowerTree
 
-CAP_ROUNDING_W = 1.0
-"""Devices round caps to a watt or less."""
 MAX_REQUESTS_KEPT = 64
 """Requests of a node that may be without an answer; what is older is late, and so missing."""
 LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
@@ -95,8 +93,10 @@ class NodeAccount:
         bounds = [device.cap_w for device in report.devices]
         if report.foreign_change:
             held = list(zip(bounds, fallback_w, strict=False)) if report.lease_left_s <= 0 else []
-            is_held = len(held) == num_devices and all(b is not None and b <= f + CAP_ROUNDING_W for b, f in held)
-            return [f + CAP_ROUNDING_W for _, f in held] if is_held else [None] * num_devices
+            is_held = len(held) == num_devices and all(
+                b is not None and b <= f + READ_BACK_TOLERANCE_W for b, f in held
+            )
+            return [f + READ_BACK_TOLERANCE_W for _, f in held] if is_held else [None] * num_devices
         for seq in self._orders_in_flight(report):
             caps = self.requests[seq][1].caps_w or ()
             bounds = [None if bound is None else max(bound, cap) for bound, cap in zip(bounds, caps, strict=True)]
