@@ -16,8 +16,7 @@ from phalanx_fleet.fleet_file import node_states_path, open_node_states
 from phalanx_fleet.node_list import drain_node, undrain_node
 from phalanx_fleet.node_states import NodeState, NodeStates
 from phalanx_fleet.power.committed_power import list_budgets
-from phalanx_fleet.power.control import find_in_repair, load_power_fleet, open_guard, read_nodes
-from phalanx_fleet.power.open_links import open_links
+from phalanx_fleet.power.control import find_in_repair, load_power_fleet, open_guard, open_links, read_nodes
 
 FLEET = """\
 name: demo

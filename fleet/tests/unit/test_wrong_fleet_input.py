@@ -8,11 +8,10 @@ from phalanx.errors import PhalanxError, RecipeError, UsageError
 from phalanx_fleet.commands.power_output import format_status, list_level_rows
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx_fleet.power.committed_power import LevelSum
-from phalanx_fleet.power.control import load_jobs_file, load_power_fleet, open_guard, read_nodes
+from phalanx_fleet.power.control import load_jobs_file, load_power_fleet, open_guard, open_links, read_nodes
 from phalanx_fleet.power.guard import GuardStatus
 from phalanx_fleet.power.load_targets import load_targets_file
 from phalanx_fleet.power.node_helper import load_helper_file
-from phalanx_fleet.power.open_links import open_links
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
 from phalanx_fleet.simulate.job_state import CheckpointCosts
 from phalanx_fleet.simulate.random_events import read_job_trace

@@ -106,7 +106,6 @@ def guard(
 
     from phalanx_fleet.commands.power_output import format_status
     from phalanx_fleet.power import control
-    from phalanx_fleet.power.open_links import open_links
 
     if once and duration is not None:
         raise UsageError("--once, --for: give one of the two")
@@ -117,7 +116,7 @@ def guard(
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
     found = control.load_power_fleet(fleet, jobs, targets)
-    links = open_links(found, fake, is_read_only=False)
+    links = control.open_links(found, fake, is_read_only=False)
     try:
         audit = control.AuditLog(control.power_state_dir(found) / "audit.jsonl")
         held = control.open_guard(found, links, control.read_nodes(found, links), take_over)
@@ -301,8 +300,7 @@ def _write_once(fleet: Path, jobs: Path | None, targets: Path | None, yes: bool,
 def _read(
     fleet: Path, jobs: Path | None, targets: Path | None, fake: bool, is_read_only: bool = True
 ) -> "tuple[PowerFleet, PowerReading, NodeLinks]":
-    from phalanx_fleet.power.control import load_power_fleet, read_nodes
-    from phalanx_fleet.power.open_links import open_links
+    from phalanx_fleet.power.control import load_power_fleet, open_links, read_nodes
 
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only)

@@ -27,11 +27,10 @@ from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import read_user_mapping, validate_value
 from phalanx.run.private_files import check_owner
 from phalanx_fleet.audit_log import write_audit
-from phalanx_fleet.power.control import load_power_fleet, power_state_dir
+from phalanx_fleet.power.control import load_power_fleet, power_state_dir, record_path
 from phalanx_fleet.power.devices import CapError, open_cap_devices
 from phalanx_fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
 from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
-from phalanx_fleet.power.open_links import record_path
 from phalanx_fleet.power_settings import DEFAULT_SOCKET, CapDeviceSettings
 
 CHECK_INTERVAL_S = 1.0
