@@ -36,7 +36,7 @@ BUDGETS = {
     "src/phalanx/storage": 2_040,
     "src/phalanx/telemetry": 1_400,
     "src/phalanx/train": 24_800,
-    "fleet/src": 16_110,
+    "fleet/src": 15_170,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""
 GOALS = {"src/phalanx": 80_000, "fleet/src": 17_400, "tests": 74_000}

@@ -32,11 +32,11 @@ from pathlib import Path
 
 import numpy as np
 
+from faulty_fleet import FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.run.boot_clock import seconds_since_boot
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample
 from phalanx_fleet.power.committed_power import find_excesses
 from phalanx_fleet.power.control import AuditLog, PowerFleet, load_power_fleet, open_guard, read_nodes, run_guard
-from phalanx_fleet.power.fake_fleet import FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx_fleet.power.load_targets import LoadTarget, find_active_budgets
 from phalanx_fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx_fleet.thermal.plant_settings import CoolingPlant

@@ -9,16 +9,15 @@ import numpy as np
 
 from fleet_bars import Bar, MissingDataError, measure_all, read_rows
 from phalanx_fleet.power_tree import NodePower
-from phalanx_fleet.simulate.failures import NodeHistory
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
-from phalanx_fleet.simulate.site_series import SiteHours, read_weather_hours
+from phalanx_fleet.simulate.random_events import NodeHistory
+from phalanx_fleet.simulate.site_series import SiteHours, Weather, read_weather, read_weather_hours
 from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, SimulationSettings
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
 from phalanx_fleet.thermal.cooling_tower import find_approach
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
-from phalanx_fleet.thermal.weather import Weather, read_weather
 
 SITE_FILES = "site_hourly_*.csv"
 WEATHER_COLUMNS = {"time": "hour_utc", "wet_bulb_c": "wet_bulb_c_computed"}

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from fleet_bars import Bar, Comparison, MissingDataError, measure_all, read_rows, to_table
 from fleet_power_histories import run_many
 from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx_fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, choose_sweep_caps
 from phalanx_fleet.power_settings import PowerSettings
@@ -133,7 +135,8 @@ def allocate_mix(jobs: Sequence[MeasuredJob], share: float, margin: float) -> Mi
         raws = [job.raw_curve() for job in jobs]
         speeds = [raw.speed_at(cap[0]) for raw, cap in zip(raws, caps, strict=True)]
         energies = [
-            raw.draw_at(cap[0]) / speed / raw.draws_w[-1] for raw, cap, speed in zip(raws, caps, speeds, strict=True)
+            float(np.interp(cap[0], raw.caps_w, raw.draws_w)) / speed / raw.draws_w[-1]
+            for raw, cap, speed in zip(raws, caps, speeds, strict=True)
         ]
         return statistics.fmean(speeds), statistics.fmean(energies)
 

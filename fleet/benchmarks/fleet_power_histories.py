@@ -5,9 +5,9 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx_fleet.power.allocation import PoweredJob
 from phalanx_fleet.power.committed_power import find_excesses
-from phalanx_fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx_fleet.power.guard import GuardIdentity, LostNodeError, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.speed_curve import SpeedCurve
 from phalanx_fleet.power_settings import PowerSettings

@@ -15,12 +15,12 @@ from fleet_plant import measure_plant_bars
 from phalanx_fleet.thermal.device_models import read_device_series
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values
 from phalanx_fleet.thermal.fit import (
+    ThermalModelFile,
     find_plateau,
     fit_device,
     fit_thermal_model,
 )
 from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
-from phalanx_fleet.thermal.model_file import ThermalModelFile
 
 HOURLY_FILES = "gpu_hourly_*.csv"
 HOURLY_COLUMNS = {

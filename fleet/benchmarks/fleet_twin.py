@@ -14,19 +14,19 @@ import numpy as np
 from fleet_bars import Bar, Comparison, MissingDataError, measure_all, read_rows
 from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.power_tree import NodePower
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation
-from phalanx_fleet.simulate.failures import NodeHistory, mean_node_rate, sample_failures
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, SimulationResult, simulate_fleet
-from phalanx_fleet.simulate.job_source import read_job_trace
-from phalanx_fleet.simulate.job_state import SimulatedJob
-from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import (
+from phalanx_fleet.simulate.job_state import (
+    CheckpointCosts,
     LeastServicePolicy,
     SchedulingPolicy,
     ShortestRemainingPolicy,
+    SimulatedJob,
+    choose_interval,
 )
+from phalanx_fleet.simulate.node_pool import NodePool
 from phalanx_fleet.simulate.power_model import device_power, supply_power
+from phalanx_fleet.simulate.random_events import NodeHistory, mean_node_rate, read_job_trace, sample_failures
 from phalanx_fleet.simulation_settings import FailureEntry, JobClassEntry, PolicyName, SimulationSettings
 from published_policies import FinishTimeFairnessPolicy, RepackingSimulation, ShortestServicePolicy
 

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation, Waiting
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import DEMOTED_ORDER, SchedulingPolicy, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
 
 NUM_BISECTIONS = 50
 

@@ -5,11 +5,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from phalanx.errors import DataError, UsageError
 from phalanx.formatting import format_plural
 from phalanx.recipe.validation_errors import suggest_nearest
+
+MAX_TIME_S = 1e11
+"""The year 5138; milliseconds of today are more."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,19 @@ def read_number(path: Path, line: int, name: str, text: str | None, limits: tupl
         value = math.inf
     if not (low <= value <= high or math.isnan(value)):
         raise DataError(f"{path}:{line}: {name} {text!r}: expected a number from {low:g} to {high:g}")
+    return value
+
+
+def parse_time(text: str) -> float:
+    """Return seconds of a number of seconds, or of an ISO 8601 time; without a zone it is UTC. ValueError else."""
+    text = text.strip()
+    try:
+        value = float(text)
+    except ValueError:
+        found = datetime.fromisoformat(text)
+        value = (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(value):
+        raise ValueError(text)
     return value
 
 

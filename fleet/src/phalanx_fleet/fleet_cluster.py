@@ -5,7 +5,7 @@ from pathlib import Path
 from phalanx.cluster import load_cluster
 from phalanx.cluster.spec import Cluster, Prices
 from phalanx.errors import UsageError
-from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
+from phalanx_fleet.fleet_file import load_fleet_file
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
 from phalanx_fleet.simulate.site_hours import find_busy_pue
 from phalanx_fleet.simulate.site_series import load_site_hours
@@ -22,21 +22,7 @@ def describe_cluster(path: Path, node_type: str | None = None) -> Cluster:
     """
     fleet, locations = load_fleet_file(path)
     tree = build_power_tree(fleet, locations)
-    return _describe_nodes(fleet, tree, path, _choose_type(tree, path, node_type))
-
-
-def _choose_type(tree: PowerTree, path: Path, wanted: str | None) -> str:
-    names = sorted({node.type_name for node in tree.nodes})
-    if not names:
-        raise UsageError(f"{path}: the fleet has no nodes to plan for")
-    if wanted is None and len(names) == 1:
-        return names[0]
-    if wanted not in names:
-        raise UsageError(f"{path}: expected a node type by --node-type, such as {names[0]}; it has {', '.join(names)}")
-    return wanted
-
-
-def _describe_nodes(fleet: FleetFile, tree: PowerTree, path: Path, type_name: str) -> Cluster:
+    type_name = _choose_type(tree, path, node_type)
     nodes = sum(node.type_name == type_name for node in tree.nodes)
     base = load_cluster(f"{fleet.node_types[type_name].node}:{nodes}")
     values: dict[str, object] = {}
@@ -56,3 +42,14 @@ def _describe_nodes(fleet: FleetFile, tree: PowerTree, path: Path, type_name: st
         if (pue := find_busy_pue(hours, full_w)) is not None:
             values["pue"] = pue
     return base.model_copy(update={"name": f"{path.name} ({nodes} x {type_name})", "prices": Prices(**values)})
+
+
+def _choose_type(tree: PowerTree, path: Path, wanted: str | None) -> str:
+    names = sorted({node.type_name for node in tree.nodes})
+    if not names:
+        raise UsageError(f"{path}: the fleet has no nodes to plan for")
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted not in names:
+        raise UsageError(f"{path}: expected a node type by --node-type, such as {names[0]}; it has {', '.join(names)}")
+    return wanted

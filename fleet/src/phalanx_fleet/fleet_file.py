@@ -4,6 +4,7 @@ A name with a range, such as `r[01-10]`, is an entry for each of these names. Po
 """
 
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -11,12 +12,13 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
-from phalanx.errors import RecipeError
+from phalanx.errors import RecipeError, UsageError
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.validation_errors import describe_value, read_user_mapping, suggest_nearest, validate_value
 from phalanx.recipe.yaml_loader import SourceLocations
-from phalanx_fleet.power_settings import PowerSettings
-from phalanx_fleet.power_units import Power
+from phalanx.run.private_files import state_root
+from phalanx_fleet.node_states import NodeStates
+from phalanx_fleet.power_settings import Power, PowerSettings
 from phalanx_fleet.simulation_settings import REPLAY_CLASS, SimulationSettings
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
 
@@ -30,6 +32,7 @@ ENTRY_SECTIONS = (
 )
 """Mappings in which the user chooses the keys."""
 EntryT = TypeVar("EntryT")
+NODE_STATES_FILE = "nodes.db"
 
 
 class NodeTypeEntry(StrictModel):
@@ -172,3 +175,26 @@ def expand_entries(entries: Mapping[str, EntryT]) -> dict[str, tuple[str, EntryT
                 raise ValueError(f"{name} is there twice")
             expanded[name] = key, entry
     return expanded
+
+
+def node_states_path(fleet: Path | None, file: FleetFile | None = None) -> Path:
+    """Return the path of the table of nodes: in `state_dir` of the fleet file at a path, which is read without `file`;
+    without either this user's own. Raises UsageError for a directory that a group cannot share, and RecipeError for
+    what is wrong in the file."""
+    if fleet is not None and file is None:
+        file, _ = load_fleet_file(fleet)
+    if fleet is None or file is None or file.state_dir is None:
+        return state_root() / NODE_STATES_FILE
+    found = fleet.parent / file.state_dir
+    mode = found.stat().st_mode if found.is_dir() else stat.S_IWOTH
+    if mode & stat.S_IWOTH or mode & (stat.S_IWGRP | stat.S_ISGID) == stat.S_IWGRP:
+        raise UsageError(
+            f"{fleet}: state_dir: {found}: expected a directory that the operators' group may write, and no one else: "
+            f"`install -d -g GROUP -m 2770 {found}`"
+        )
+    return found / NODE_STATES_FILE
+
+
+def open_node_states(fleet: Path | None = None) -> NodeStates:
+    """Open the table of nodes. Arguments and errors as of node_states_path."""
+    return NodeStates(node_states_path(fleet))

@@ -1,13 +1,16 @@
-"""The nodes of a fleet: list them with their newest readings, drain and undrain them."""
+"""The nodes of a fleet: list them with their newest readings, drain, test and undrain them."""
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from phalanx.errors import UsageError
+from phalanx.cluster.health.runner import NodeHealthReport
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.jobs.backends.base import MAX_SUGGESTED_NAMES, BackendNode, NodeBackend, NodeService, find_node
 from phalanx.run import Run
 from phalanx.run.node_env import find_node_name
@@ -16,18 +19,31 @@ from phalanx.telemetry.record import NodeSampler, open_local_sources
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample, TelemetrySource
 from phalanx_fleet.evidence import (
     CoolingFinding,
+    RunReadings,
     apply_evidence,
     find_cooling_findings,
+    list_run_directories,
     make_cooling_evidence,
-    read_evidence_table,
+    select_recent_runs,
 )
-from phalanx_fleet.fleet_node import FleetNode, find_newest_reading, make_fleet_node, merge_readings, merge_state
-from phalanx_fleet.latest_reading import LatestReading, reading_from_minute, reading_from_sample
-from phalanx_fleet.node_services import NodeServices, ServiceOpeners
+from phalanx_fleet.fleet_node import (
+    FleetNode,
+    LatestReading,
+    find_newest_reading,
+    make_fleet_node,
+    merge_readings,
+    merge_state,
+    reading_from_minute,
+    reading_from_sample,
+)
 from phalanx_fleet.node_states import OUT_OF_SERVICE, NodeChange, NodeState, NodeStates
-from phalanx_fleet.nodes_file import NodesFile, find_racks_of_nodes, load_nodes_file
-from phalanx_fleet.run_readings import RunReadings, list_run_directories, select_recent_runs
+from phalanx_fleet.nodes_file import NodeServices, NodesFile, find_racks_of_nodes, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample
+
+logger = logging.getLogger(__name__)
+READ_INTERVAL_S = 5.0
+STOP_TIMEOUT_S = 5.0
+TESTED_REASON = "phalanx doctor: no check failed"
 
 
 @dataclass(frozen=True)
@@ -66,11 +82,15 @@ class FleetSources:
 class FleetView:
     """All nodes, and what could not be read, in words."""
 
-    nodes: list[FleetNode]
-    problems: list[str] = field(default_factory=list)
-    new_suspects: list[NodeChange] = field(default_factory=list)
-    """Nodes that this reading found evidence against."""
+    nodes: Sequence[FleetNode] = ()
+    problems: Sequence[str] = ()
     racks: Sequence[RackSample] = ()
+    new_suspects: Sequence[NodeChange] = ()
+    """Nodes that this reading found evidence against."""
+    is_read: bool = True
+    """Whether all this was read at least once."""
+    is_current: bool = True
+    """Whether the last reading succeeded; otherwise these nodes are of an earlier one."""
 
 
 class FleetReader:
@@ -82,7 +102,6 @@ class FleetReader:
         read_here: Reads this machine.
         now: Returns seconds since the epoch.
         list_more_runs: Returns further run directories to read.
-        openers: Open the services of the nodes file.
         finds_evidence: Whether a node that runs have evidence against becomes suspect in the table.
     """
 
@@ -94,12 +113,11 @@ class FleetReader:
         now: Callable[[], float] = time.time,
         list_more_runs: Callable[[], Sequence[Path]] = tuple,
         finds_evidence: bool = True,
-        openers: ServiceOpeners | None = None,
     ):
         self._list_more_runs, self._finds_evidence = list_more_runs, finds_evidence
         self._sources, self._states, self._read_here, self._now = sources, states, read_here, now
         file = NodesFile(nodes=[]) if sources.nodes_file is None else load_nodes_file(sources.nodes_file)
-        self._entries, self._services = file.nodes, NodeServices(file, openers, now)
+        self._entries, self._services = file.nodes, NodeServices(file, now)
         self._racks, self._cdu_racks = find_racks_of_nodes(file), {cdu.id: cdu.racks for cdu in file.cdus}
         if sources.runs is not None and not sources.runs.is_dir():
             raise UsageError(f"--runs {sources.runs}: no such directory")
@@ -133,10 +151,9 @@ class FleetReader:
             )
             for name in names
         ]
-        return FleetView(nodes, problems, new_suspects, racks)
+        return FleetView(nodes, problems, racks, new_suspects)
 
     def close(self) -> None:
-        """Close the services of the nodes file."""
         self._services.close()
 
     def _merge_node(
@@ -156,14 +173,13 @@ class FleetReader:
         before."""
         node_names = {host: node.name for node in backend_nodes.values() for host in node.host_names}
         node_names |= {name: name for name in names}
-        evidence = [each for run in self._runs.values() for each in run.list_evidence(read_evidence_table())]
+        evidence = [each for run in self._runs.values() for each in run.list_evidence()]
         known = [
             replace(each, node=node_names[each.node])
             for each in evidence
             if each.node in node_names and each.time <= self._now()
         ]
-        table = read_evidence_table()
-        cooling = [each for name in names for each in make_cooling_evidence(name, findings[name], table, self._now())]
+        cooling = [each for name in names for each in make_cooling_evidence(name, findings[name], self._now())]
         return apply_evidence(self._states, sorted([*known, *cooling], key=lambda each: each.time))
 
     def _read_runs(self, problems: list[str]) -> None:
@@ -193,6 +209,43 @@ class FleetReader:
         return find_newest_reading(None if minute is None else reading_from_minute(minute) for minute in minutes)
 
 
+class NodeReader:
+    """Reads the nodes. `update` reads once; `start` and `stop` have a thread do so, which opens what it reads by
+    `open_fleet`, and calls `on_end` at its end."""
+
+    def __init__(self, open_fleet: Callable[[], Callable[[], FleetView]], on_end: Callable[[], None] = lambda: None):
+        self._open_fleet, self._on_end = open_fleet, on_end
+        self._read: Callable[[], FleetView] | None = None
+        self.view = FleetView(is_read=False, is_current=False)
+        self._stop_requested = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+
+    def start(self) -> None:
+        """Keep the nodes up to date in a thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def update(self) -> None:
+        """Read the nodes once. Nodes that cannot be read stay as they were, with a problem."""
+        try:
+            self._read = self._read or self._open_fleet()
+            self.view = self._read()
+        except PhalanxError as error:
+            self.view = FleetView(self.view.nodes, [str(error)], is_current=False)
+        except Exception as error:  # the thread must not end: the next reading may succeed
+            logger.exception("serve: the nodes cannot be read")
+            self.view = FleetView(self.view.nodes, [f"the nodes cannot be read: {error}"], is_current=False)
+
+    def _run(self) -> None:
+        while not self._stop_requested.is_set():
+            self.update()
+            self._stop_requested.wait(READ_INTERVAL_S)
+        self._on_end()
+
+
 @dataclass(frozen=True)
 class NodeDetails:
     """A node with its history. Of this machine, also all readings now."""
@@ -208,7 +261,7 @@ def read_node_details(
     name: str,
     read_here: Callable[[], NodeReading] = read_local_node,
     now: Callable[[], float] = time.time,
-) -> tuple[NodeDetails, list[str]]:
+) -> tuple[NodeDetails, Sequence[str]]:
     """Return all about a node, and what could not be read. Raises UsageError for a name that no source has."""
     is_here = name == find_node_name()
     here = read_here() if is_here else None
@@ -271,3 +324,48 @@ def _check_reason(node: str, reason: str) -> None:
 
 def _by_name(nodes: list[BackendNode]) -> dict[str, BackendNode]:
     return {node.name: node for node in nodes}
+
+
+@contextlib.contextmanager
+def open_node_test(backend: NodeBackend, states: NodeStates, name: str, actor: str) -> Iterator[BackendNode]:
+    """A drained node is under test during the block, which calls `record_node_test`; else it is drained again.
+
+    Raises UsageError for a node that the backend does not have, or that is not drained.
+    """
+    node = find_node(backend.list_nodes(), name, backend.name)
+    if node.service is not NodeService.DRAINED:
+        raise UsageError(
+            f"{name}: is not drained; {backend.name} calls it {node.state}. Drain it first: `phalanx nodes drain "
+            f"{name} --reason TEXT --on {backend.name}`"
+        )
+    if states.find_state(name) in (NodeState.HEALTHY, NodeState.SUSPECT):  # it was drained without Phalanx
+        states.change(name, NodeState.DRAINED, node.reason or f"was drained in {backend.name}", actor)
+    if states.find_state(name) in (NodeState.DRAINED, NodeState.REPAIR):
+        states.change(name, NodeState.TESTING, "phalanx doctor", actor)
+    try:
+        yield node
+    finally:
+        if states.find_state(name) is NodeState.TESTING:
+            states.change(name, NodeState.DRAINED, "the test was interrupted", actor)
+
+
+def record_node_test(
+    backend: NodeBackend, states: NodeStates, node: BackendNode, report: NodeHealthReport, actor: str
+) -> NodeState:
+    """Record what the checks found on a node under test, and undrain it if it is fit. Returns its state.
+
+    Raises UsageError for a report of another node, or from before the node was drained.
+    """
+    if report.node not in (node.name, *node.host_names):
+        raise UsageError(f"the report is of {report.node}, expected {node.name}")
+    drained_at = max(each.time for each in states.history(node.name) if each.state is NodeState.DRAINED)
+    if report.written_at < drained_at:
+        raise UsageError(f"{node.name}: the report is older than its drain; run `phalanx doctor --json` there again")
+    if report.is_fit:
+        backend.undrain_node(node.name)
+        states.change(node.name, NodeState.HEALTHY, TESTED_REASON, actor)
+        return NodeState.HEALTHY
+    failed = [finding for finding in report.findings if finding.verdict.is_unfit]
+    reason = "; ".join(f"{finding.check}: {finding.reason}" for finding in failed)
+    states.change(node.name, NodeState.DRAINED, f"phalanx doctor: {reason}", actor)
+    return NodeState.DRAINED

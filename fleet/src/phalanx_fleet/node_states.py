@@ -101,7 +101,6 @@ class NodeStates:
         return next(iter(self._select("WHERE node = ? ORDER BY id DESC LIMIT 1", node)), None)
 
     def find_state(self, node: str) -> NodeState:
-        """The state of a node."""
         change = self.find(node)
         return NodeState.HEALTHY if change is None else change.state
 

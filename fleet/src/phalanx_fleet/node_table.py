@@ -93,15 +93,12 @@ def format_value(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def format_watts(watts: float) -> str:
-    """Format 512 W."""
     return f"{watts:.0f} W"
 
 
 def format_kelvins(kelvins: float) -> str:
-    """Format 12 K."""
     return f"{kelvins:.0f} K"
 
 
 def format_celsius(degrees: float) -> str:
-    """Format 61 C."""
     return f"{degrees:.0f} C"

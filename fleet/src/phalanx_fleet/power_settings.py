@@ -1,19 +1,38 @@
-"""The section `power` of a fleet file: how caps are counted, what of a node is capped, and how nodes are reached."""
+"""Powers with their unit, and the section `power` of a fleet file: how caps are counted, what of a node is capped, and
+how nodes are reached."""
 
+import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
-from phalanx_fleet.power_units import Power
+from phalanx.recipe.validation_errors import describe_value
 
+WATTS_BY_UNIT = {"W": 1.0, "kW": 1e3, "MW": 1e6}
+POWER_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(W|kW|MW)")
 MAX_LEASE_S = 60.0
 LATE_AFTER_PERIODS = 3
 """Age in periods from which a report is missing."""
 DEFAULT_SOCKET = Path("/run/phalanx/power.sock")
 RAPL_KEYS = {"root", "packages", "package_power"}
+
+
+def parse_power(value: Any) -> float:
+    """Return the watts of a text such as "45 kW". ValueError for a number without a unit, or another unit."""
+    found = POWER_PATTERN.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError(f"found {describe_value(value)}, expected a power with its unit (W, kW or MW), such as 45 kW")
+    return float(found[1]) * WATTS_BY_UNIT[found[2]]
+
+
+Power = Annotated[
+    float,
+    BeforeValidator(parse_power, json_schema_input_type=str),
+    Field(json_schema_extra={"type": "string", "format": "power"}),
+]
 
 
 class CapDeviceSettings(StrictModel):

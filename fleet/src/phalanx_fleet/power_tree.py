@@ -94,11 +94,11 @@ class PowerTree:
             yield index, depth
             waiting += [(child, depth + 1) for child in reversed(children.get(index, []))]
 
-    def list_levels(self, node: int) -> list[BudgetLevel]:
-        """Return the levels above a node, given by its index: its rack first, its site last."""
+    def list_above(self, node: int) -> list[int]:
+        """Return the indices of the levels above a node, given by its index: its rack first, its site last."""
         found, level = [], self.nodes[node].rack
         while level != NO_PARENT:
-            found.append(self.levels[level])
+            found.append(level)
             level = self.levels[level].parent
         return found
 

@@ -9,12 +9,7 @@ from phalanx.recipe.field_types import NUMBER_NOT_BOOL
 from phalanx_fleet.site_settings import SiteConditions
 
 FailureLevel = Literal["node", "rack", "row", "feed"]
-NODE_RATE_KEYS = (
-    "per_1000_node_days",
-    "per_1000_device_years",
-    "batch_factors",
-    "age_factors",
-)
+NODE_RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "batch_factors", "age_factors")
 RATE_KEYS = ("per_1000_node_days", "per_1000_device_years", "per_1000_level_years")
 PolicyName = Literal["fifo", "srtf", "las"]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER_NOT_BOOL]

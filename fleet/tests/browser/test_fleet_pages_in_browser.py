@@ -12,7 +12,7 @@ from chromium import Page
 from make_run import healthy
 from phalanx.telemetry.agent_endpoint import AgentEndpoint
 from phalanx.telemetry.sample import DeviceSample, NodeSample
-from phalanx_fleet.pages.node_history import HistoryWriter
+from phalanx_fleet.pages.site_history import HistoryWriter
 from phalanx_fleet.simulate.page import render_simulation_html
 from phalanx_fleet.simulate.variants import simulate_variants
 from serve_process import ServeProcess, find_violations, wait_until
@@ -110,7 +110,9 @@ def test_pages_are_used_on_a_phone_in_the_dark(page: Page, serve: ServeProcess) 
 
 def test_the_page_of_a_simulation_is_accessible_and_asks_for_nothing(page: Page, tmp_path: Path) -> None:
     path = tmp_path / "simulation.html"
-    path.write_text(render_simulation_html(simulate_variants(FLEET, ["spares=0.1"], None, 1, ["simulate.days=5"])))
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(FLEET.read_text().replace("days: 90", "days: 5"))
+    path.write_text(render_simulation_html(simulate_variants(fleet, ["spares=0.1"], None, 1)))
     page.visit("about:blank")  # which ends the stream of the last test's server
     page.messages.clear()
     page.requests.clear()

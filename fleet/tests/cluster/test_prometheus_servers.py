@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from phalanx.telemetry.sample import DeviceSample, SourceUnavailableError
-from phalanx_fleet.telemetry.prometheus import PrometheusOptions, open_prometheus
+from phalanx_fleet.telemetry.prometheus import PrometheusSource
 from server_processes import find_free_port, find_program, run_server
 
 PROMETHEUS = find_program("prometheus")
@@ -60,7 +60,7 @@ def served(watts: float = 688.25) -> DeviceSample:
 
 
 def test_an_exporter_is_read_and_has_no_devices_when_it_is_gone(exporter: Exporter) -> None:
-    source = open_prometheus(PrometheusOptions(url=f"http://127.0.0.1:{exporter.port}/metrics"))
+    source = PrometheusSource(f"http://127.0.0.1:{exporter.port}/metrics")
     assert source.read().devices == (served(),)
     exporter.set_power(9223372036854775794)
     assert source.read().devices[0].power_mean_w is None
@@ -70,7 +70,7 @@ def test_an_exporter_is_read_and_has_no_devices_when_it_is_gone(exporter: Export
 
 def test_an_exporter_that_is_not_there_is_unavailable() -> None:
     with pytest.raises(SourceUnavailableError, match="Connection refused; is the exporter running"):
-        open_prometheus(PrometheusOptions(url=f"http://127.0.0.1:{find_free_port()}/metrics"))
+        PrometheusSource(f"http://127.0.0.1:{find_free_port()}/metrics")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_answer_that_is_cut_off_is_said(answer: bytes) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(SourceUnavailableError, match=r"cut off|is no HTTP|closed"):
-            open_prometheus(PrometheusOptions(url=f"http://127.0.0.1:{server.getsockname()[1]}/metrics"))
+            PrometheusSource(f"http://127.0.0.1:{server.getsockname()[1]}/metrics")
         thread.join()
 
 
@@ -119,7 +119,7 @@ def test_a_prometheus_server_gives_what_it_scraped_and_nothing_when_the_exporter
 ) -> None:
     url = f'{prometheus}/federate?match[]={{__name__=~"DCGM_FI_.*",Hostname="node1"}}'
     wait_until(lambda: "DCGM_FI_DEV_POWER_USAGE" in read_page(url))
-    source = open_prometheus(PrometheusOptions(url=url, renewal_s=1.0))
+    source = PrometheusSource(url, renewal_s=1.0)
     assert source.read().devices == (served(),)
     exporter.set_power(350.5)
     wait_until(lambda: source.read().devices == (served(350.5),))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx_fleet.telemetry.redfish_values import (
-    RedfishAccessError,
-    RedfishStatusError,
-    RedfishUnreachableError,
+from phalanx_fleet.telemetry.service_reading import (
+    AccessError,
+    RefusalError,
+    ServiceError,
 )
 from settable_clock import SettableClock
 
@@ -40,13 +40,13 @@ class FakeBmc:
     def get(self, path: str) -> dict[str, Any]:
         self.requests.append(path)
         if self.is_down:
-            raise RedfishUnreachableError("connection refused")
+            raise ServiceError("connection refused")
         if self.is_refused:
-            raise RedfishAccessError("refuses the credentials")
+            raise AccessError("refuses the credentials")
         resource = {**self._resources(), **self.more}.get(path)
         self.clock.now += self.request_s
         if resource is None or path in self.failing:
-            raise RedfishStatusError(f"answers with status 500 to {path}")
+            raise RefusalError(f"answers with status 500 to {path}")
         return dict(resource)
 
     def close(self) -> None:

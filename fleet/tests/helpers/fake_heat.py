@@ -3,7 +3,7 @@
 import numpy as np
 
 from phalanx_fleet.thermal.device_series import DAY_S, HOUR_S, DeviceSeries, Values
-from phalanx_fleet.thermal.model_file import KindConstants, ThermalModelFile
+from phalanx_fleet.thermal.fit import KindConstants, ThermalModelFile
 
 T0_C = 28.0
 R_K_PER_W = 0.1

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 from phalanx.errors import UnfitNodeError, UsageError
 from phalanx_fleet.audit_log import write_audit
 from phalanx_fleet.commands.power_output import format_plan, plan_to_json
 from phalanx_fleet.power import control as power
 from phalanx_fleet.power.control import AuditLog, apply_caps, load_power_fleet, open_guard, plan_caps, read_nodes
-from phalanx_fleet.power.fake_fleet import FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
 
 FLEET = """
 name: t

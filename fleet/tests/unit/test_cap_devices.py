@@ -5,12 +5,18 @@ from typing import Any
 
 import pytest
 
+from faulty_fleet import FakeClock, FaultyCapDevice
 from phalanx.errors import RecipeError
 from phalanx.telemetry.host import HostSource
 from phalanx_fleet.power.control import count_capped_devices
-from phalanx_fleet.power.devices import CapError, CapLimits, to_device_units
-from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock
-from phalanx_fleet.power.local_devices import find_rapl_devices, open_cap_devices, select_devices
+from phalanx_fleet.power.devices import (
+    CapError,
+    CapLimits,
+    find_rapl_devices,
+    open_cap_devices,
+    select_devices,
+    to_device_units,
+)
 from phalanx_fleet.power_settings import CapDeviceSettings
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
@@ -20,8 +26,8 @@ def test_caps_are_rounded_down_but_for_errors_of_multiplication() -> None:
     assert [to_device_units(number / 1e3, 1e3) for number in range(100_000, 100_999)] == [*range(100_000, 100_999)]
 
 
-def make_devices() -> list[FakeCapDevice]:
-    return [FakeCapDevice(f"g{i}", FakeClock(), CapLimits(200, 700, 700), lambda t: 600.0) for i in range(3)]
+def make_devices() -> list[FaultyCapDevice]:
+    return [FaultyCapDevice(f"g{i}", FakeClock(), CapLimits(200, 700, 700), lambda t: 600.0) for i in range(3)]
 
 
 def test_only_listed_devices_are_capped() -> None:

@@ -5,16 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts, choose_interval
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation, NodeFailure
-from phalanx_fleet.simulate.job_state import ProgressClock, SimulatedJob
+from phalanx_fleet.simulate.job_state import (
+    POLICY_CLASSES,
+    CheckpointCosts,
+    ProgressClock,
+    SimulatedJob,
+    choose_interval,
+)
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 
 
 def run(jobs, policy="fifo", nodes=2, failures=(), until_s=math.inf, spares=0) -> ClusterOutcome:
     pool = NodePool(nodes, 8, spares)
-    return ClusterSimulation(pool, jobs, make_policy(policy), failures, until_s).run()
+    return ClusterSimulation(pool, jobs, POLICY_CLASSES[policy](), failures, until_s).run()
 
 
 def test_a_job_above_a_node_gets_whole_nodes_and_a_small_one_the_fullest_node():
@@ -131,7 +135,7 @@ def test_states_of_device_time_add_up(policy, clock):
     assert (outcome.time.throttled > 0) == (clock is not None)
     done = [job for job in jobs if job.finish_s is not None]
     productive_s = dict.fromkeys(range(len(jobs)), 0.0)
-    for number, time in zip(outcome.attempts.jobs, outcome.attempts.times, strict=True):
+    for number, time in ((each.job, each.time) for each in outcome.attempts):
         productive_s[number] += time.productive_s
     assert done
     for job in done:

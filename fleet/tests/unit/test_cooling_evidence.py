@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from fake_nodes import FakeNodeBackend
+from phalanx_fleet import nodes_file
 from phalanx_fleet.evidence import find_cooling_findings
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading
 from phalanx_fleet.node_list import FleetReader, FleetSources
-from phalanx_fleet.node_services import ServiceOpeners
 from phalanx_fleet.node_states import NodeState, NodeStates
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 
@@ -59,14 +59,16 @@ class LeakingBus:
         pass
 
 
-def test_a_leak_makes_the_nodes_of_its_rack_suspect_and_is_shown(tmp_path: Path) -> None:
+def test_a_leak_makes_the_nodes_of_its_rack_suspect_and_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content: dict[str, Any] = {"nodes": [{"name": "n1", "rack": "r1"}, {"name": "n2", "rack": "r2"}]}
     file = tmp_path / "nodes.yml"
     file.write_text(json.dumps({**content, "mqtt": {"url": "mqtts://bus"}}))
-    openers = ServiceOpeners(mqtt=lambda options: LeakingBus())  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(nodes_file, "open_mqtt", lambda options: LeakingBus())
     with NodeStates(tmp_path / "nodes.db", lambda: NOW) as states:
         sources = FleetSources(FakeNodeBackend(2), file)  # type: ignore[arg-type]
-        reader = FleetReader(sources, states, now=lambda: NOW, openers=openers)
+        reader = FleetReader(sources, states, now=lambda: NOW)
         view = reader.read()
         reader.close()
         found = states.find("n1")

@@ -27,7 +27,7 @@ def minute(time: float = 60.0, xids: tuple[int, ...] = (), **increases: float) -
 
 
 def texts(minutes: list[NodeMinute], events: list[Event] | None = None) -> list[str]:
-    return [each.text for each in find_evidence(minutes, events or [], TABLE)]
+    return [each.text for each in find_evidence(minutes, events or [])]
 
 
 def test_the_table_has_a_row_for_each_kind_and_never_more_than_suspect() -> None:
@@ -117,7 +117,7 @@ def test_a_minute_without_errors_is_known_by_its_line() -> None:
     ],
 )
 def test_events_speak_against_the_node_of_their_rank(event: Event, node: str | None, kind: str | None) -> None:
-    found = [(each.node, each.kind) for each in find_evidence([], [*WORKERS, event], TABLE)]
+    found = [(each.node, each.kind) for each in find_evidence([], [*WORKERS, event])]
     assert found == ([] if node is None else [(node, kind)])
 
 
@@ -129,7 +129,7 @@ def states(tmp_path: Path) -> Iterator[NodeStates]:
 
 
 def test_a_healthy_node_becomes_suspect_once(states: NodeStates) -> None:
-    evidence = find_evidence([minute(xids=(79,)), minute(xids=(79, 48))], [], TABLE)
+    evidence = find_evidence([minute(xids=(79,)), minute(xids=(79, 48))], [])
     (change,) = apply_evidence(states, evidence)
     assert (change.node, change.state, change.actor) == ("n1", NodeState.SUSPECT, "evidence")
     assert change.reason.startswith(
@@ -140,11 +140,11 @@ def test_a_healthy_node_becomes_suspect_once(states: NodeStates) -> None:
 
 
 def test_a_node_that_was_taken_back_becomes_suspect_by_new_evidence_only(states: NodeStates) -> None:
-    old = find_evidence([minute(60.0, xids=(79,))], [], TABLE)
+    old = find_evidence([minute(60.0, xids=(79,))], [])
     apply_evidence(states, old)
     states.change("n1", NodeState.HEALTHY, "GPU reseated", "ada")
     assert apply_evidence(states, old) == []
-    new = find_evidence([minute(240.0, ecc_uncorrected_total=2.0)], [], TABLE)
+    new = find_evidence([minute(240.0, ecc_uncorrected_total=2.0)], [])
     (change,) = apply_evidence(states, [*old, *new])
     assert change.reason == "2 uncorrected memory errors on GPU-a within a minute: drain and test the node"
 
@@ -153,12 +153,12 @@ def test_a_node_that_was_taken_back_becomes_suspect_by_new_evidence_only(states:
 def test_a_node_that_is_not_healthy_stays_as_it_is(states: NodeStates, way: list[NodeState]) -> None:
     for state in way:
         states.change("n1", state, "why", "ada")
-    assert apply_evidence(states, find_evidence([minute(900.0, xids=(79,))], [], TABLE)) == []
+    assert apply_evidence(states, find_evidence([minute(900.0, xids=(79,))], [])) == []
 
 
 def test_a_reason_names_three_findings_and_is_short(states: NodeStates) -> None:
     devices = {f"GPU-{number}" + "x" * 200: Rollups({}, {}, (79,)) for number in range(5)}
-    found = find_evidence([NodeMinute(60.0, 60.0, 60, "n1", Rollups(), devices)], [], TABLE)
+    found = find_evidence([NodeMinute(60.0, 60.0, 60, "n1", Rollups(), devices)], [])
     (change,) = apply_evidence(states, found)
     assert change.reason.endswith("; and 2 more")
     assert len(change.reason) < 520

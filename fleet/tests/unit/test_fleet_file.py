@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx_fleet.fleet_file import expand_names, load_fleet_file
+from phalanx_fleet.power_settings import parse_power
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
-from phalanx_fleet.power_units import parse_power
 
 FLEET = """\
 sites: {s: {budget: 2 MW}}

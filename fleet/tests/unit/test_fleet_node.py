@@ -3,8 +3,7 @@
 import pytest
 
 from phalanx.jobs.backends.base import BackendNode, NodeService
-from phalanx_fleet.fleet_node import find_newest_reading, merge_state
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import LatestReading, find_newest_reading, merge_state
 from phalanx_fleet.node_states import NodeChange, NodeState
 
 OPEN, DRAINED, DOWN = NodeService

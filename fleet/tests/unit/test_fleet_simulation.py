@@ -10,18 +10,17 @@ from phalanx.cli.main import main
 from phalanx.errors import DataError, ExitCode, RecipeError, UsageError
 from phalanx_fleet.power_tree import NodePower
 from phalanx_fleet.simulate.cluster_simulation import ClusterSimulation
-from phalanx_fleet.simulate.failures import (
+from phalanx_fleet.simulate.job_state import SchedulingPolicy, SimulatedJob
+from phalanx_fleet.simulate.node_pool import NodePool
+from phalanx_fleet.simulate.power_model import measure_power, slow_down
+from phalanx_fleet.simulate.random_events import (
     SECONDS_PER_YEAR,
     NodeHistory,
     find_rates,
+    read_job_trace,
     sample_failures,
     sample_level_failures,
 )
-from phalanx_fleet.simulate.job_source import read_job_trace
-from phalanx_fleet.simulate.job_state import SimulatedJob
-from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
-from phalanx_fleet.simulate.power_model import measure_power, slow_down
 from phalanx_fleet.simulate.variants import simulate_variants
 from phalanx_fleet.simulation_settings import FailureEntry
 
@@ -68,7 +67,7 @@ def test_added_racks_exceed_a_budget(fleet):
 
 def test_energy_is_idle_power_plus_that_of_jobs():
     job = SimulatedJob(3600, 8, 3600, activity=1.0)
-    outcome = ClusterSimulation(NodePool(2, 8), [job], make_policy("fifo"), until_s=4 * 3600).run()
+    outcome = ClusterSimulation(NodePool(2, 8), [job], SchedulingPolicy(), until_s=4 * 3600).run()
     history = measure_power(outcome, POWER, 2)
     assert history.hourly_w.tolist() == pytest.approx([5800, 2900 + 10_200, 5800, 5800])
     assert history.energy_j == pytest.approx(3600 * history.hourly_w.sum(), rel=1e-12)

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.run.telemetry_minutes import NodeMinute, Rollups, ValueRollup
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample, SlowReason
-from phalanx_fleet.latest_reading import (
+from phalanx_fleet.fleet_node import (
     LatestReading,
     reading_from_minute,
     reading_from_sample,

@@ -9,10 +9,8 @@ import pytest
 
 from phalanx.errors import RecipeError, UsageError
 from phalanx.telemetry.sample import SourceUnavailableError
-from phalanx_fleet.node_services import NodeServices
-from phalanx_fleet.nodes_file import load_nodes_file
-from phalanx_fleet.telemetry.modbus import ModbusSource, PymodbusClient, open_modbus
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry
+from phalanx_fleet.nodes_file import NodeServices, load_nodes_file
+from phalanx_fleet.telemetry.modbus import ModbusEntry, ModbusSource, PymodbusClient, open_modbus
 from phalanx_fleet.telemetry.service_reading import RackSample
 from settable_clock import SettableClock
 

@@ -16,8 +16,8 @@ from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run.event_types import WorkerFailure, WorkerStarted
 from phalanx.run.events import EventLog
 from phalanx.telemetry.sample import HostSample, NodeSample
+from phalanx_fleet import nodes_file
 from phalanx_fleet.node_list import FleetReader, FleetSources, drain_node, undrain_node
-from phalanx_fleet.node_services import ServiceOpeners
 from phalanx_fleet.node_states import NodeState, NodeStates
 from phalanx_fleet.telemetry.prometheus import PrometheusSource
 
@@ -91,7 +91,9 @@ def test_this_machine_is_read_where_no_agent_records_it(fleet: Fleet, monkeypatc
     assert draws(fleet.reader(read_here=lambda: sample)) == {HERE: 42.0}
 
 
-def test_nodes_of_a_file_come_after_the_backends_and_have_their_own_sources(fleet: Fleet) -> None:
+def test_nodes_of_a_file_come_after_the_backends_and_have_their_own_sources(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = {"http://n2/": 'DCGM_FI_DEV_POWER_USAGE{gpu="0",UUID="GPU-a"} 300\n'}
 
     def fetch(url: str) -> str:
@@ -99,10 +101,10 @@ def test_nodes_of_a_file_come_after_the_backends_and_have_their_own_sources(flee
             raise ConnectionRefusedError(111, "Connection refused")
         return pages[url]
 
-    openers = ServiceOpeners(prometheus=lambda options: PrometheusSource(options.url, lambda: NOW, fetch))
+    monkeypatch.setattr(nodes_file, "PrometheusSource", lambda url: PrometheusSource(url, lambda: NOW, fetch))
     file = fleet.folder / "nodes.yaml"
     file.write_text("nodes: [{name: n2, prometheus: 'http://n2/'}, {name: x1, prometheus: 'http://x1/'}]\n")
-    view = fleet.reader(file, openers=openers).read()
+    view = fleet.reader(file).read()
     assert [node.name for node in view.nodes] == ["n1", "n2", "n3", "x1"]
     found = {node.name: node.reading for node in view.nodes}
     assert (found["n2"] is not None and found["n2"].draw_w, found["x1"]) == (300.0, None)

@@ -8,11 +8,9 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.telemetry.sample import DeviceSample, HostSample, SourceUnavailableError
-from phalanx_fleet import node_services
-from phalanx_fleet.fleet_node import merge_readings
-from phalanx_fleet.latest_reading import LatestReading
-from phalanx_fleet.node_services import NodeServices, ServiceOpeners
-from phalanx_fleet.nodes_file import load_nodes_file
+from phalanx_fleet import nodes_file
+from phalanx_fleet.fleet_node import LatestReading, merge_readings
+from phalanx_fleet.nodes_file import NodeServices, load_nodes_file
 from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
 from settable_clock import SettableClock
 
@@ -53,7 +51,7 @@ class FakeServices:
     opened: list[str] = field(default_factory=list)
 
     def open(self, options: object) -> FakeSource:
-        url = str(options.url)  # type: ignore[attr-defined]
+        url = options if isinstance(options, str) else str(options.url)  # type: ignore[attr-defined]
         if url in self.down:
             raise SourceUnavailableError(f"{url}: connection refused")
         self.opened.append(url)
@@ -78,11 +76,14 @@ def clock() -> SettableClock:
 
 
 @pytest.fixture
-def found(services: FakeServices, clock: SettableClock, tmp_path: Path) -> NodeServices:
+def found(
+    services: FakeServices, clock: SettableClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> NodeServices:
     path = tmp_path / "nodes.yaml"
     path.write_text(FILE)
-    openers = ServiceOpeners(services.open, services.open, services.open)
-    return NodeServices(load_nodes_file(path), openers, lambda: 1000.0 + clock.now, clock)
+    for opener in ("PrometheusSource", "open_redfish", "open_mqtt"):
+        monkeypatch.setattr(nodes_file, opener, services.open)
+    return NodeServices(load_nodes_file(path), lambda: 1000.0 + clock.now, clock)
 
 
 def test_a_node_has_one_reading_of_all_its_services(found: NodeServices) -> None:
@@ -170,7 +171,7 @@ def test_a_service_that_never_answers_blinds_no_other(
             answers.wait(60)
             return self.reading
 
-    monkeypatch.setattr(node_services, "RETRY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(nodes_file, "RETRY_TIMEOUT_S", 0.0)
     services.sources[url] = Dripping(services.sources[url].reading)
     for service in [each for group in found._services.values() for each in group] + found._liquid:
         service._wait_s = 0.1 if service._url == url else 60.0

@@ -10,9 +10,8 @@ from phalanx.cluster.health import HealthFinding, HealthVerdict
 from phalanx.cluster.health.runner import NodeHealthReport
 from phalanx.errors import UsageError
 from phalanx.jobs.backends.base import NodeService
-from phalanx_fleet.node_list import drain_node
+from phalanx_fleet.node_list import drain_node, open_node_test, record_node_test
 from phalanx_fleet.node_states import NodeState, NodeStates
-from phalanx_fleet.node_test import open_node_test, record_node_test
 
 DRAINED_AT = 100.0
 PASS = HealthFinding("memory/errors", HealthVerdict.PASS, "none")

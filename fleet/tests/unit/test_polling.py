@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from phalanx_fleet.telemetry import polling
-from phalanx_fleet.telemetry.polling import PollingThread
+from phalanx_fleet.telemetry import service_reading
+from phalanx_fleet.telemetry.service_reading import PollingThread
 
 
 def test_it_polls_until_it_is_stopped() -> None:
@@ -28,7 +28,7 @@ def test_a_service_that_never_answers_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(polling, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(service_reading, "STOP_TIMEOUT_S", 0.0)
     has_begun, answers = threading.Event(), threading.Event()
 
     def poll() -> None:

@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, FakeNode, FaultyCapDevice, make_fake_nodes
 from phalanx.errors import DataError, RecipeError
 from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import find_committed_w, find_excesses, list_budgets
+from phalanx_fleet.power.committed_power import CapWrite, find_committed_w, find_excesses, list_budgets, plan_writes
 from phalanx_fleet.power.control import load_jobs_file
-from phalanx_fleet.power.devices import CapError, CapLimits
-from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeLinks, FakeNetwork, FakeNode, make_fake_nodes
-from phalanx_fleet.power.guard import GuardIdentity, PowerGuard, plan_fallbacks
-from phalanx_fleet.power.ledger import NodeAccount
-from phalanx_fleet.power.local_devices import RaplCapDevice, open_nvml_devices
+from phalanx_fleet.power.devices import CapError, CapLimits, RaplCapDevice, open_nvml_devices
+from phalanx_fleet.power.guard import GuardIdentity, NodeAccount, PowerGuard, plan_fallbacks
 from phalanx_fleet.power.messages import (
     DeviceCap,
     NodeReport,
@@ -27,7 +26,6 @@ from phalanx_fleet.power.messages import (
     parse_request,
 )
 from phalanx_fleet.power.node_keeper import NodeKeeper
-from phalanx_fleet.power.plan_writes import CapWrite, plan_writes
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
 from phalanx_fleet.power_settings import PowerSettings
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
@@ -77,8 +75,9 @@ def test_a_curve_of_noisy_points_never_falls() -> None:
     curve = SpeedCurve.fit([SweepPoint(c, r, c) for c, r in ((100, 4.0), (150, 8.0), (200, 7.0), (250, 10.0))])
     assert [curve.speed_at(cap) for cap in (100, 150, 200, 250)] == pytest.approx([0.4, 0.75, 0.75, 1.0])
     assert list(curve.speeds) == sorted(curve.speeds)
-    assert curve.cap_at(0.4) == 100.0
-    assert curve.speed_at(curve.cap_at(0.9)) == pytest.approx(0.9)
+    low_w, high_w = curve.find_caps(np.array([0.4, 0.9])).tolist()
+    assert low_w == 100.0
+    assert curve.speed_at(high_w) == pytest.approx(0.9)
 
 
 def test_a_sweep_of_one_cap_is_refused() -> None:
@@ -151,7 +150,7 @@ def test_every_state_of_a_plan_is_within_the_budgets(seed: int) -> None:
 
 
 def make_node(clock: FakeClock) -> FakeNode:
-    devices = [FakeCapDevice(f"g{i}", clock, CapLimits(200, 700, 700), lambda t: 600.0) for i in range(2)]
+    devices = [FaultyCapDevice(f"g{i}", clock, CapLimits(200, 700, 700), lambda t: 600.0) for i in range(2)]
     return FakeNode("n0", devices, clock)
 
 

@@ -15,26 +15,23 @@ from typing import cast
 
 import pytest
 
-from phalanx_fleet.power.allocation import NodeCaps, NodeLimit, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import list_budgets
-from phalanx_fleet.power.control import PowerReading, load_power_fleet, open_guard
-from phalanx_fleet.power.devices import CapLimits
-from phalanx_fleet.power.fake_fleet import (
-    FakeCapDevice,
+from faulty_fleet import (
     FakeClock,
     FakeLinks,
     FakeNetwork,
     FakeNode,
-    MemoryStore,
+    FaultyCapDevice,
+    FaultyStore,
     make_fake_nodes,
 )
+from phalanx_fleet.power.allocation import NodeCaps, NodeLimit, PoweredJob, allocate_caps
+from phalanx_fleet.power.committed_power import list_budgets
+from phalanx_fleet.power.control import PowerReading, load_power_fleet, open_guard
+from phalanx_fleet.power.devices import CapLimits, TimedDevice
 from phalanx_fleet.power.guard import GuardIdentity, LostNodeError, PowerGuard, group_by_rack, plan_fallbacks
-from phalanx_fleet.power.helper_file import PeerList
-from phalanx_fleet.power.helper_links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks
-from phalanx_fleet.power.links import LocalLinks
-from phalanx_fleet.power.local_devices import TimedDevice
+from phalanx_fleet.power.links import ANSWER_TIMEOUT_S, END_TIMEOUT_S, HelperConnection, HelperLinks, LocalLinks
 from phalanx_fleet.power.messages import MAX_EPOCH, NodeReport, NodeRequest, WireError, format_line, parse_report
-from phalanx_fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper
+from phalanx_fleet.power.node_helper import MAX_CONNECTIONS, NodeHelper, PeerList
 from phalanx_fleet.power.node_keeper import NodeKeeper
 from phalanx_fleet.power.speed_curve import SpeedCurve
 from phalanx_fleet.power_settings import PowerSettings
@@ -366,10 +363,10 @@ def test_a_load_target_holds_when_the_clock_is_set(
 
 def test_a_driver_that_hangs_on_one_device_keeps_no_other_from_the_end_of_its_lease() -> None:
     clock, limits = FakeClock(), CapLimits(200.0, 700.0, 700.0)
-    plain = [FakeCapDevice(name, clock, limits, lambda _: 600.0) for name in ("gpu-0", "gpu-1")]
+    plain = [FaultyCapDevice(name, clock, limits, lambda _: 600.0) for name in ("gpu-0", "gpu-1")]
     released = threading.Event()
     hanging = TimedDevice(plain[0], timeout_s=0.05)
-    keeper = NodeKeeper("n0", [hanging, plain[1]], MemoryStore(), clock)
+    keeper = NodeKeeper("n0", [hanging, plain[1]], FaultyStore(), clock)
     keeper.answer(NodeRequest(1, 1, "guard", takes_over=True))
     session = keeper.answer(NodeRequest(2, 1, "guard")).session
     raised = NodeRequest(3, 1, "guard", session=session, caps_w=(600.0,) * 2, fallback_w=(300.0,) * 2, lease_s=30.0)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from faulty_fleet import FakeClock, FakeNode, FaultyCapDevice
 from phalanx_fleet.power.devices import CapLimits
-from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeNode
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.node_keeper import CapRecord, NodeKeeper
 from phalanx_fleet.power.release_caps import find_release_excesses, list_releases
@@ -16,7 +16,7 @@ LIMITS = CapLimits(200, 700, 700)
 
 
 def make_node(clock: FakeClock, caps_w: Sequence[float] = (650.0, 600.0)) -> FakeNode:
-    devices = [FakeCapDevice(f"g{i}", clock, LIMITS, lambda t: 600.0) for i in range(len(caps_w))]
+    devices = [FaultyCapDevice(f"g{i}", clock, LIMITS, lambda t: 600.0) for i in range(len(caps_w))]
     for device, cap_w in zip(devices, caps_w, strict=True):
         device.put_cap(cap_w)
     return FakeNode("n0", devices, clock)
@@ -98,7 +98,7 @@ def test_a_cap_that_another_program_has_set_is_left(node: FakeNode, is_running: 
 def test_a_half_done_order_is_not_taken_for_a_foreign_change(node: FakeNode, num_writes: int) -> None:
     writes = 0
 
-    def put_cap(device: FakeCapDevice, cap_w: float) -> None:
+    def put_cap(device: FaultyCapDevice, cap_w: float) -> None:
         nonlocal writes
         if writes == num_writes:
             raise KeyboardInterrupt
@@ -128,7 +128,7 @@ def test_a_device_that_does_not_answer_is_named_and_can_be_released_later(node: 
 
 
 def test_an_exchanged_device_gets_its_factory_limit_at_a_release(node: FakeNode) -> None:
-    node.devices[1] = FakeCapDevice("new", node.now, LIMITS, lambda t: 600.0)
+    node.devices[1] = FaultyCapDevice("new", node.now, LIMITS, lambda t: 600.0)
     restart_keeper(node)
     assert caps_of(node) == [200.0, 200.0]
     assert send(node, 2, epoch=2, releases=True).refusal == ""

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
+from faulty_fleet import FakeClock, FakeLinks, FakeNetwork, FaultyCapDevice, make_fake_nodes
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.jobs.spec import JobState, JobStatus
 from phalanx.run import Run
 from phalanx_fleet.power.control import load_jobs_file
-from phalanx_fleet.power.fake_fleet import FakeCapDevice, FakeClock, FakeLinks, FakeNetwork, make_fake_nodes
-from phalanx_fleet.power.speed_curve import choose_sweep_caps
-from phalanx_fleet.power.sweep import SweepError, SweepTimes, SweptNodes, sweep_caps
-from phalanx_fleet.power.sweep_file import PowerSweep, SweptCap, load_sweep, save_sweep
-from phalanx_fleet.power.sweep_job import find_swept_run
+from phalanx_fleet.power.speed_curve import PowerSweep, SweptCap, choose_sweep_caps, load_sweep, save_sweep
+from phalanx_fleet.power.sweep import SweepError, SweepTimes, SweptNodes, find_swept_run, sweep_caps
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
 
 POWER = NodePower(2, 700.0, 70.0, 500.0, 250.0, 200.0)
@@ -53,7 +51,7 @@ class Bench:
         found, self.durations = self.durations, []
         return found
 
-    def list_devices(self) -> list[FakeCapDevice]:
+    def list_devices(self) -> list[FaultyCapDevice]:
         return [device for node in self.fakes for device in node.devices]
 
     def caps(self) -> list[float]:

@@ -9,10 +9,10 @@ from phalanx_fleet.power.allocation import NodeCaps, PoweredJob, allocate_caps
 from phalanx_fleet.power.committed_power import find_excesses
 from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, PoweredNode, PowerTree
-from phalanx_fleet.simulate.failures import NodeHistory
 from phalanx_fleet.simulate.fleet_simulation import NodeTypeGroup, simulate_fleet
+from phalanx_fleet.simulate.random_events import NodeHistory
 from phalanx_fleet.simulation_settings import SimulationSettings
-from phalanx_fleet.thermal.moist_air import find_wet_bulb
+from phalanx_fleet.thermal.cooling_tower import find_wet_bulb
 from phalanx_fleet.thermal.plant import PlantControls, simulate_plant
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
 

@@ -8,8 +8,7 @@ from cdu_mockup import CDU, link, make_cdu
 from manual_polling import ManualPolling
 from phalanx.telemetry.sample import SourceUnavailableError
 from phalanx_fleet.telemetry.redfish_cdu import RedfishCduOptions, RedfishCduSource
-from phalanx_fleet.telemetry.redfish_values import RedfishStatusError, RedfishUnreachableError
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.telemetry.service_reading import RackSample, RefusalError, ServiceError
 from settable_clock import SettableClock
 
 SERVED = RackSample(
@@ -37,9 +36,9 @@ class FakeController:
 
     def get(self, path: str) -> dict[str, Any]:
         if self.is_down:
-            raise RedfishUnreachableError("connection refused")
+            raise ServiceError("connection refused")
         if path not in self.resources:
-            raise RedfishStatusError(f"answers with status 404 to {path}")
+            raise RefusalError(f"answers with status 404 to {path}")
         return self.resources[path]
 
     def close(self) -> None:

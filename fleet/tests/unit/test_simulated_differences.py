@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.differences import (
+from phalanx_fleet.simulate.figures import (
     compare_paired,
     describe_differences,
     find_student_quantile,
     list_differences,
 )
-from phalanx_fleet.simulate.job_source import read_job_trace
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.variants import simulate_variants
 
 FLEET = """

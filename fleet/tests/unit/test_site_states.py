@@ -12,12 +12,11 @@ import pytest
 from fake_nodes import FakeNodeBackend
 from phalanx.cli.main import main
 from phalanx.errors import UsageError
+from phalanx_fleet.fleet_file import node_states_path, open_node_states
 from phalanx_fleet.node_list import drain_node, undrain_node
 from phalanx_fleet.node_states import NodeState, NodeStates
 from phalanx_fleet.power.committed_power import list_budgets
-from phalanx_fleet.power.control import find_in_repair, load_power_fleet, open_guard, read_nodes
-from phalanx_fleet.power.open_links import open_links
-from phalanx_fleet.site_dir import node_states_path, open_node_states
+from phalanx_fleet.power.control import find_in_repair, load_power_fleet, open_guard, open_links, read_nodes
 
 FLEET = """\
 name: demo
@@ -33,7 +32,7 @@ DRAIN_20_NODES = """
 import os, sys
 from pathlib import Path
 from phalanx_fleet.node_states import NodeState
-from phalanx_fleet.site_dir import open_node_states
+from phalanx_fleet.fleet_file import open_node_states
 open_node_states(Path(sys.argv[1]))  # Python's library may be readable by root only: import all now
 fleet, user, uid, gid = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 if os.getuid() == 0:

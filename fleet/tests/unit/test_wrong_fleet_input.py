@@ -8,14 +8,13 @@ from phalanx.errors import PhalanxError, RecipeError, UsageError
 from phalanx_fleet.commands.power_output import format_status, list_level_rows
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx_fleet.power.committed_power import LevelSum
-from phalanx_fleet.power.control import load_jobs_file, load_power_fleet, open_guard, read_nodes
+from phalanx_fleet.power.control import load_jobs_file, load_power_fleet, open_guard, open_links, read_nodes
 from phalanx_fleet.power.guard import GuardStatus
-from phalanx_fleet.power.helper_file import load_helper_file
 from phalanx_fleet.power.load_targets import load_targets_file
-from phalanx_fleet.power.open_links import open_links
+from phalanx_fleet.power.node_helper import load_helper_file
 from phalanx_fleet.power_tree import PowerTree, build_power_tree
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts
-from phalanx_fleet.simulate.job_source import read_job_trace
+from phalanx_fleet.simulate.job_state import CheckpointCosts
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.variants import simulate_variants
 
 FLEET = """\
@@ -77,13 +76,12 @@ def test_a_fleet_is_not_called_like_a_path(tmp_path: Path, name: str) -> None:
             (text, r"expected KEY=VALUE, such as spares=0.04; one with spaces stands in quotes")
             for text in ("spares=4 %", "spares", "jobs.a.devices={8: 1}", "=3")
         ),
-        ("spares=0.25", r"simulate.spares=0.25: the same is given for all variants; leave it out"),
     ],
 )
 def test_a_variant_that_cannot_be_meant_is_refused(tmp_path: Path, variant: str, problem: str) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET + SIMULATED)
     with pytest.raises(PhalanxError, match=problem):
-        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1, ["simulate.spares=0.5"])
+        simulate_variants(tmp_path / "fleet.yaml", [variant], None, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from phalanx.cli.main import main
 from phalanx.run import Run
 from phalanx.run.event_types import StepDone, StepPhases, WorkerStarted
 from phalanx.run.events import EventLog
-from phalanx_fleet.power.sweep_file import load_sweep
+from phalanx_fleet.power.speed_curve import load_sweep
 from serve_process import wait_until
 
 TIMEOUT_S = 40.0

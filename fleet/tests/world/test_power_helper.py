@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_fleet.power.helper_file import AllowedPeers, PeerList
-from phalanx_fleet.power.helper_links import HelperLinks, connect_by_command, connect_to_socket, is_listening
+from phalanx_fleet.power.links import HelperLinks, connect_by_command, connect_to_socket, is_listening
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
+from phalanx_fleet.power.node_helper import AllowedPeers, PeerList
 from serve_process import wait_until
 
 TIMEOUT_S = 60.0
@@ -24,7 +24,7 @@ NAMES = ("constraint_0_power_limit_uw", "constraint_1_power_limit_uw", "constrai
 GUARD = """
 import sys, time
 from pathlib import Path
-from phalanx_fleet.power.helper_links import HelperLinks, connect_to_socket
+from phalanx_fleet.power.links import HelperLinks, connect_to_socket
 from phalanx_fleet.power.messages import NodeRequest
 links, session = HelperLinks({"n0": lambda: connect_to_socket(Path(sys.argv[1]))}), ""
 for seq in range(1, 10**6):

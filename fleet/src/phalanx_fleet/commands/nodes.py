@@ -71,11 +71,6 @@ PrintLinesFn = Callable[[list[str]], None]
 WATCH_INTERVAL_S = 5.0
 
 
-@app.callback()
-def group() -> None:
-    """Show, drain, test and undrain nodes."""
-
-
 @app.command("ls")
 def list_nodes(
     on: OnOption = None,
@@ -90,8 +85,8 @@ def list_nodes(
     State, jobs, power, cap, temperature margin, age of the reading and reason.
     A reading older than 3 of its periods is shown as missing, with its age.
     """
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.node_list import FleetReader
-    from phalanx_fleet.site_dir import open_node_states
 
     sources = _find_sources(on, nodes, runs)
     if watch and as_json:
@@ -127,8 +122,8 @@ def show(
     Of this machine, also power, heat, load and errors now.
     A value that cannot be read is shown as `-`, and is null in JSON.
     """
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.node_list import read_local_node, read_node_details
-    from phalanx_fleet.site_dir import open_node_states
 
     sources, name = _find_sources(on, nodes, runs), node or os.uname().nodename
     with open_node_states(fleet) as states:
@@ -156,8 +151,8 @@ def drain(
     """
     from phalanx.jobs.backends.base import open_node_backend
     from phalanx_fleet.audit_log import find_actor
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.node_list import drain_node
-    from phalanx_fleet.site_dir import open_node_states
 
     with open_node_states(fleet) as states:
         before = drain_node(open_node_backend(on), states, node, reason, find_actor(), repair)
@@ -180,8 +175,8 @@ def undrain(
     """
     from phalanx.jobs.backends.base import open_node_backend
     from phalanx_fleet.audit_log import find_actor
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.node_list import undrain_node
-    from phalanx_fleet.site_dir import open_node_states
 
     with open_node_states(fleet) as states:
         undrain_node(open_node_backend(on), states, node, reason, find_actor())
@@ -214,8 +209,8 @@ def check_fitness(
     from phalanx.cluster.health import CheckContext
     from phalanx.jobs.backends.base import open_node_backend
     from phalanx_fleet.audit_log import find_actor
-    from phalanx_fleet.node_test import open_node_test, record_node_test
-    from phalanx_fleet.site_dir import open_node_states
+    from phalanx_fleet.fleet_file import open_node_states
+    from phalanx_fleet.node_list import open_node_test, record_node_test
 
     name, backend = node or os.uname().nodename, open_node_backend(on)
     if report is None and name != os.uname().nodename:
@@ -276,7 +271,6 @@ def fleet_to_json(view: "FleetView", now: float) -> dict[str, Any]:
 
 
 def format_details(details: "NodeDetails", now: float) -> list[str]:
-    """Format all about a node."""
     lines = [] if details.here is None else [*_format_reading(details.here), ""]
     lines += format_table(NODE_COLUMNS, [format_node(details.node, now)])
     if details.history:

@@ -29,11 +29,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TakeOverOption = Annotated[bool, typer.Option("--take-over", help="Take nodes over from another guard.")]
 
 
-@app.callback()
-def group() -> None:
-    """Hold the budgets of sites, feeds, rows and racks by power caps."""
-
-
 @app.command()
 def plan(
     fleet: FleetArgument,
@@ -110,16 +105,7 @@ def guard(
     import signal
 
     from phalanx_fleet.commands.power_output import format_status
-    from phalanx_fleet.power.control import (
-        AuditLog,
-        describe_problems,
-        load_power_fleet,
-        open_guard,
-        power_state_dir,
-        read_nodes,
-        run_guard,
-    )
-    from phalanx_fleet.power.open_links import open_links
+    from phalanx_fleet.power import control
 
     if once and duration is not None:
         raise UsageError("--once, --for: give one of the two")
@@ -129,14 +115,14 @@ def guard(
     if not (yes or fake):
         raise UsageError(f"a guard writes caps: `phalanx power plan {fleet}` shows them, --yes lets it write")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends leases like Ctrl-C
-    found = load_power_fleet(fleet, jobs, targets)
-    links = open_links(found, fake, is_read_only=False)
+    found = control.load_power_fleet(fleet, jobs, targets)
+    links = control.open_links(found, fake, is_read_only=False)
     try:
-        audit = AuditLog(power_state_dir(found) / "audit.jsonl")
-        held = open_guard(found, links, read_nodes(found, links), take_over)
+        audit = control.AuditLog(control.power_state_dir(found) / "audit.jsonl")
+        held = control.open_guard(found, links, control.read_nodes(found, links), take_over)
         problems: list[str] = []
-        for status in run_guard(found, held, audit, duration):
-            problems, known = describe_problems(links.problems), problems
+        for status in control.run_guard(found, held, audit, duration):
+            problems, known = control.describe_problems(links.problems), problems
             for text in [*status.unsafe, *status.notices, *(each for each in problems if each not in known)]:
                 print_warning(text)
             print(format_status(status), flush=True)
@@ -218,9 +204,8 @@ def sweep(
     import signal
 
     from phalanx_fleet.commands.power_output import format_swept_cap
-    from phalanx_fleet.power.sweep import SweepTimes
-    from phalanx_fleet.power.sweep_file import PowerSweep, save_sweep
-    from phalanx_fleet.power.sweep_job import find_swept_run, plan_sweep, run_sweep
+    from phalanx_fleet.power.speed_curve import PowerSweep, save_sweep
+    from phalanx_fleet.power.sweep import SweepTimes, find_swept_run, plan_sweep, run_sweep
 
     training = find_swept_run(job)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # old caps come back like at Ctrl-C
@@ -265,8 +250,7 @@ def node(
     """
     import signal
 
-    from phalanx_fleet.power.helper_file import load_helper_file
-    from phalanx_fleet.power.node_helper import connect_streams, describe_helper, run_helper
+    from phalanx_fleet.power.node_helper import connect_streams, describe_helper, load_helper_file, run_helper
     from phalanx_fleet.power_settings import DEFAULT_SOCKET
 
     if stdio:
@@ -316,8 +300,7 @@ def _write_once(fleet: Path, jobs: Path | None, targets: Path | None, yes: bool,
 def _read(
     fleet: Path, jobs: Path | None, targets: Path | None, fake: bool, is_read_only: bool = True
 ) -> "tuple[PowerFleet, PowerReading, NodeLinks]":
-    from phalanx_fleet.power.control import load_power_fleet, read_nodes
-    from phalanx_fleet.power.open_links import open_links
+    from phalanx_fleet.power.control import load_power_fleet, open_links, read_nodes
 
     found = load_power_fleet(fleet, jobs, targets)
     links = open_links(found, fake, is_read_only)

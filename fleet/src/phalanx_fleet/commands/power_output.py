@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from phalanx.formatting import format_percent
 from phalanx.text_table import Column, format_table
 from phalanx_fleet.power.allocation import Allocation
-from phalanx_fleet.power.committed_power import find_committed_w, find_excesses
+from phalanx_fleet.power.committed_power import (
+    CapWrite,
+    LevelReading,
+    find_committed_w,
+    find_excesses,
+    list_committed,
+    list_levels,
+    plan_writes,
+)
 from phalanx_fleet.power.control import PowerFleet, PowerReading
 from phalanx_fleet.power.guard import GuardStatus
-from phalanx_fleet.power.levels import LevelReading, list_levels
-from phalanx_fleet.power.plan_writes import CapWrite, plan_writes
-from phalanx_fleet.power.sweep_file import SweptCap
+from phalanx_fleet.power.speed_curve import SweptCap
 from phalanx_fleet.power_tree import PoweredNode
 
 WATTS_PER_KILOWATT = 1e3
@@ -150,11 +156,9 @@ def _sum_committed(fleet: PowerFleet, reading: PowerReading, allocation: Allocat
 
 
 def _list_committed(fleet: PowerFleet, reading: PowerReading, allocation: Allocation | None) -> list[float]:
-    caps_w: Sequence[Sequence[float | None]] = reading.bounds_w if allocation is None else allocation.caps_w
-    return [
-        find_committed_w(node.power, caps or bounds, fleet.settings.margin)
-        for node, caps, bounds in zip(fleet.tree.nodes, caps_w, reading.bounds_w, strict=True)
-    ]
+    planned: Sequence[Sequence[float | None]] = reading.bounds_w if allocation is None else allocation.caps_w
+    caps_w = [caps or bounds for caps, bounds in zip(planned, reading.bounds_w, strict=True)]
+    return list_committed(fleet.tree, caps_w, fleet.settings.margin)
 
 
 def _kilowatts(watts: float | None) -> str:

@@ -65,8 +65,7 @@ def simulate(
 
 def format_variants(variants: Sequence["SimulatedVariant"]) -> list[str]:
     """Return lines: a row for each figure, what exceeds its budget, and the differences of variants to the file."""
-    from phalanx_fleet.simulate.differences import describe_differences
-    from phalanx_fleet.simulate.figures import compare_variants
+    from phalanx_fleet.simulate.figures import compare_variants, describe_differences
 
     differences = describe_differences(variants)
     return [*_format(compare_variants(variants)), *([] if differences is None else ["", *_format(differences)])]
@@ -79,7 +78,7 @@ def _format(table: "ComparisonTable") -> list[str]:
 
 def variants_to_json(variants: Sequence["SimulatedVariant"]) -> list[dict[str, object]]:
     """Return all results by variant and seed, and differences to the first variant by figure; NaN becomes null."""
-    from phalanx_fleet.simulate.differences import list_differences
+    from phalanx_fleet.simulate.figures import list_differences
 
     found = list_differences(variants)
     return [

@@ -18,11 +18,10 @@ from phalanx_fleet.commands.nodes import FleetOption
 from phalanx_fleet.node_table import make_columns
 
 if TYPE_CHECKING:
-    from phalanx_fleet.thermal.device_heat import DeviceHeat
     from phalanx_fleet.thermal.device_series import DeviceSeries
-    from phalanx_fleet.thermal.heat_check import HeatCheck
-    from phalanx_fleet.thermal.model_file import ThermalModelFile
-    from phalanx_fleet.thermal.response import ResponseEvent
+    from phalanx_fleet.thermal.fit import ThermalModelFile
+    from phalanx_fleet.thermal.guard import ResponseEvent
+    from phalanx_fleet.thermal.heat_check import DeviceHeat, HeatCheck
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Find nodes that run hot; guard cooling.")
 
@@ -53,11 +52,6 @@ CHECK_NUMBERS = ("HOTTEST", "AT", "VS KIND", "VS PAST", "R RATIO")
 CHECK_COLUMNS = make_columns("NODE", "DEVICE", "KIND", *CHECK_NUMBERS, "FINDING", numbers=CHECK_NUMBERS)
 
 
-@app.callback()
-def group() -> None:
-    """Find nodes that run hot; guard cooling."""
-
-
 @app.command()
 def fit(
     sources: SourcesArgument,
@@ -75,10 +69,11 @@ def fit(
     T0 and resistance, from hours, or from minutes where there are less than 3 days.
     """
     from phalanx.run.directory import check_output_path
-    from phalanx_fleet.thermal.device_models import fit_thermal
+    from phalanx_fleet.thermal.fit import fit_thermal_model, save_thermal_model
 
     check_output_path("--out", out, ["# Thermal constants by kind of device"])
-    model, problems = fit_thermal(_read(sources, column, kind, begin, until), out)
+    model, problems = fit_thermal_model(_read(sources, column, kind, begin, until))
+    save_thermal_model(model, out)
     if as_json:
         print(json.dumps({**model.model_dump(mode="json"), "problems": problems}, indent=2))
         return
@@ -142,7 +137,7 @@ def _read(
 
 
 def _parse_time(option: str, text: str | None) -> float | None:
-    from phalanx_fleet.thermal.device_models import parse_time
+    from phalanx_fleet.csv_table import parse_time
 
     if text is None:
         return None
@@ -231,11 +226,7 @@ def guard(
     nodes: Annotated[Path, typer.Argument(metavar="NODES", help="Nodes file with racks, and their sources.")],
     on: Annotated[
         str | None,
-        typer.Option(
-            "--on",
-            metavar="BACKEND",
-            help="Backend of nodes and jobs: local, slurm or kubernetes.",
-        ),
+        typer.Option("--on", metavar="BACKEND", help="Backend of nodes and jobs: local, slurm or kubernetes."),
     ] = None,
     fleet: FleetOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Act. Without it only what would be done is printed.")] = False,
@@ -248,7 +239,7 @@ def guard(
     Watch leaks, flow and temperature margins. Report a fault, drain its nodes, and have their jobs save and stop.
     """
     from phalanx.jobs.backends.base import open_node_backend
-    from phalanx_fleet.site_dir import open_node_states
+    from phalanx_fleet.fleet_file import open_node_states
     from phalanx_fleet.thermal.guard import guard_cooling
 
     open_backend = None if on is None else partial(open_node_backend, on)

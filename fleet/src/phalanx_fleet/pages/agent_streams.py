@@ -6,14 +6,12 @@ receiving.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import cast
 
 from phalanx.telemetry.agent_endpoint import SAMPLES_PATH
 from phalanx.telemetry.sample import NodeSample
@@ -101,75 +99,38 @@ class AgentStreams:
             if name not in self._tasks:
                 self._tasks[name] = asyncio.create_task(self._follow(name, host, port))
 
-    def _take(self, name: str, line: bytes) -> None:
-        self._lines[name] = line, time.monotonic()
-
     async def _follow(self, name: str, host: str, port: int) -> None:
         retry_s = FIRST_RETRY_S
-        loop = asyncio.get_running_loop()
         while True:
-            stream = _Stream(host, port, lambda line: self._take(name, line), loop.time)
+            last_line = self._lines.get(name)
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    transport, _ = await loop.create_connection(lambda stream=stream: stream, host, port)  # type: ignore[misc]
+                    reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
                 try:
-                    await stream.wait_closed()
+                    writer.write(f"GET {SAMPLES_PATH} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+                    await self._receive(name, reader)
                 finally:
-                    transport.close()
-            except (OSError, TimeoutError) as error:
+                    writer.close()
+            except (OSError, TimeoutError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
                 logger.debug("agent of %s at %s:%d: %s", name, host, port, error)
-            retry_s = FIRST_RETRY_S if stream.has_lines else min(2 * retry_s, LAST_RETRY_S)
+            has_lines = self._lines.get(name) is not last_line
+            retry_s = FIRST_RETRY_S if has_lines else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s)
 
-
-class _Stream(asyncio.Protocol):
-    """Asks for samples, and passes on the last whole line of what arrives together."""
-
-    def __init__(self, host: str, port: int, on_line: Callable[[bytes], None], clock: Callable[[], float]):
-        self._request = f"GET {SAMPLES_PATH} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
-        self._on_line, self._clock = on_line, clock
-        self._buffer, self._is_head = b"", True
-        self._closed = asyncio.Event()
-        self._heard_at = clock()
-        self._transport: asyncio.Transport | None = None
-        self.has_lines = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the request."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        """Pass on the last line."""
-        self._heard_at = self._clock()
-        self._buffer += data
-        if self._is_head:
-            head, end, rest = self._buffer.partition(b"\r\n\r\n")
-            if not end and len(self._buffer) <= MAX_LINE_BYTES:
-                return
-            if not end or head.split(maxsplit=2)[1:2] != [b"200"]:
-                self._close()
-                return
-            self._is_head, self._buffer = False, rest
-        lines, newline, self._buffer = self._buffer.rpartition(b"\n")
-        if newline:
-            self.has_lines = True
-            self._on_line(lines[lines.rfind(b"\n") + 1 :])
-        elif len(self._buffer) > MAX_LINE_BYTES:
-            self._close()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Note that it is closed."""
-        self._closed.set()
-
-    async def wait_closed(self) -> None:
-        """Wait until the agent closes it, or is silent for too long."""
-        while not self._closed.is_set() and self._clock() - self._heard_at < SILENCE_TIMEOUT_S:
+    async def _receive(self, name: str, reader: asyncio.StreamReader) -> None:
+        """Take the lines of an answer, until the agent closes it or is silent for too long. A line that is not whole is
+        not taken. Raises OSError, EOFError, ValueError or LimitOverrunError for what is no such answer."""
+        async with asyncio.timeout(SILENCE_TIMEOUT_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+        if head.split(maxsplit=2)[1:2] != [b"200"]:
+            return
+        while True:
             # not asyncio.wait_for, which in Python 3.11 may lose a cancellation
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SYNC_INTERVAL_S):
-                    await self._closed.wait()
+            async with asyncio.timeout(SILENCE_TIMEOUT_S):
+                line = await reader.readline()
+            if not line.endswith(b"\n"):
+                return
+            self._take(name, line[:-1])
 
-    def _close(self) -> None:
-        assert self._transport is not None
-        self._transport.close()
+    def _take(self, name: str, line: bytes) -> None:
+        self._lines[name] = line, time.monotonic()

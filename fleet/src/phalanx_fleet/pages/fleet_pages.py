@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prometheus_client import Metric
@@ -15,23 +14,20 @@ from phalanx.jobs.backends.base import NodeBackend, open_node_backend
 from phalanx.run.private_files import state_root
 from phalanx.serve.access import Access, Form, answer_form
 from phalanx.serve.metrics import count_states
-from phalanx.serve.page_context import ServedSite, on_first_request
+from phalanx.serve.page_context import ServedSite
 from phalanx.telemetry.exposition import MetricDefinition, build_node_metrics, list_node_metrics
 from phalanx.telemetry.sample import SAMPLE_INTERVAL_S, NodeSample
 from phalanx_fleet.audit_log import find_actor
-from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode, add_samples
-from phalanx_fleet.latest_reading import LATE_AFTER_PERIODS
-from phalanx_fleet.node_list import FleetReader, FleetSources, drain_node, undrain_node
+from phalanx_fleet.fleet_file import open_node_states
+from phalanx_fleet.fleet_node import LATE_AFTER_PERIODS, SHOWN_STATES, add_samples
+from phalanx_fleet.node_list import FleetReader, FleetSources, FleetView, NodeReader, drain_node, undrain_node
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.nodes_file import load_nodes_file
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.fleet_routes import FleetReadings, FleetRoutes, load_served_fleet
-from phalanx_fleet.pages.node_reader import NodeReader, ReadFleet
-from phalanx_fleet.pages.node_routes import NodeRoutes
+from phalanx_fleet.pages.node_pages import NodeRoutes
+from phalanx_fleet.pages.power_page import FleetRoutes, load_served_fleet
 from phalanx_fleet.pages.site_history import SiteHistory
-from phalanx_fleet.power.levels import LevelReading
-from phalanx_fleet.site_dir import open_node_states
-from phalanx_fleet.telemetry.service_reading import RackSample
+from phalanx_fleet.power.committed_power import LevelReading
 
 STATIC_DIR = Path(__file__).parent / "static"
 NODE_COUNT = MetricDefinition("phalanx_nodes", "Nodes in this state", ("state",))
@@ -83,27 +79,26 @@ class FleetPages:
     def open(self, site: ServedSite) -> None:
         """Take the server that shows these pages."""
         self._site = site
+        self._node_routes = NodeRoutes(self.nodes, self.streams, self._read_changes, self.history, site.context)
+        self._fleet_routes = FleetRoutes(self._fleet, site.context, self.nodes, self.streams, self.history)
 
     def make_routes(self) -> Sequence[Route]:
-        """The routes of all pages."""
         return [
-            Route("/power", on_first_request(lambda: self._fleet_routes.show_power)),
-            Route("/stream/power", on_first_request(lambda: self._fleet_routes.stream_power)),
-            Route("/cooling", on_first_request(lambda: self._fleet_routes.show_cooling)),
-            Route("/stream/cooling", on_first_request(lambda: self._fleet_routes.stream_cooling)),
-            Route("/nodes", on_first_request(lambda: self._node_routes.show_nodes)),
-            Route("/stream/nodes", on_first_request(lambda: self._node_routes.stream_nodes)),
-            Route("/stream/nodes/{name}", on_first_request(lambda: self._node_routes.stream_node)),
-            Route("/nodes/{name}", on_first_request(lambda: self._node_routes.show_node)),
+            Route("/power", self._fleet_routes.show_power),
+            Route("/stream/power", self._fleet_routes.stream_power),
+            Route("/cooling", self._fleet_routes.show_cooling),
+            Route("/stream/cooling", self._fleet_routes.stream_cooling),
+            Route("/nodes", self._node_routes.show_nodes),
+            Route("/stream/nodes", self._node_routes.stream_nodes),
+            Route("/stream/nodes/{name}", self._node_routes.stream_node),
+            Route("/nodes/{name}", self._node_routes.show_node),
             *NodeActions(self._site.context.access, self._site.backend, self._options.fleet).make_routes(),
         ]
 
     def start(self) -> None:
-        """Start to read the nodes."""
         self.nodes.start()
 
     def stop(self) -> None:
-        """End it."""
         self.nodes.stop()
 
     async def run(self) -> None:
@@ -112,39 +107,26 @@ class FleetPages:
 
     def build_metrics(self, with_readings: bool) -> Iterator[Metric]:
         """States of nodes, levels of power, and what agents and services have read. What is late has no value."""
-        nodes, samples, now = self.nodes.nodes, self.streams.read_samples(), self._site.context.wall_clock()
-        if nodes.is_current:
-            known = add_samples(nodes.nodes, samples)
+        view, samples, now = self.nodes.view, self.streams.read_samples(), self._site.context.wall_clock()
+        if view.is_current:
+            known = add_samples(view.nodes, samples)
             yield from NODE_COUNT.build(count_states(SHOWN_STATES, (node.find_shown_state(now) for node in known)))
             yield from FAILED_FANS.build(
                 ((node.name,), node.reading.failed_fans)
                 for node in known
                 if node.reading is not None and not node.reading.is_late(now)
             )
-            yield from RACK_LEAK.build(((rack.id, rack.name), rack.has_leak) for rack in nodes.racks)
+            yield from RACK_LEAK.build(((rack.id, rack.name), rack.has_leak) for rack in view.racks)
             if self._fleet is not None:
                 yield from build_level_metrics(self._fleet.read_levels(known, now))
         if with_readings:
             yield from build_sample_metrics(samples, now)
 
-    @cached_property
-    def _node_routes(self) -> NodeRoutes:
-        return NodeRoutes(self.nodes, self.streams, self._read_changes, self.history, self._site.context)
-
-    @cached_property
-    def _fleet_routes(self) -> FleetRoutes:
-        def read() -> FleetReadings:
-            known, samples = self.nodes.nodes, self.streams.read_samples()
-            return FleetReadings(add_samples(known.nodes, samples), samples, known.racks)
-
-        return FleetRoutes(self._fleet, self._site.context, read, self.history)
-
     def _read_changes(self, name: str) -> list[NodeChange]:
-        """Return the changes of state of a node."""
         with open_node_states(self._options.fleet) as states:
             return states.history(name)
 
-    def _open_reader(self) -> ReadFleet:
+    def _open_reader(self) -> Callable[[], FleetView]:
         """Reads the nodes of the backend, or of the nodes file, with what running runs have recorded."""
 
         def list_running() -> list[Path]:
@@ -158,19 +140,18 @@ class FleetPages:
             sources, open_node_states(self._options.fleet), list_more_runs=list_running, finds_evidence=finds_evidence
         )
 
-        def read() -> tuple[Sequence[FleetNode], Sequence[str], Sequence[RackSample]]:
+        def read() -> FleetView:
             view, now = reader.read(), time.time()
             known = add_samples(view.nodes, self.streams.read_samples())
             self.history.record(known, [] if self._fleet is None else self._fleet.read_levels(known, now), now)
-            problems = [*view.problems, self.history.problem] if self.history.problem else view.problems
-            return view.nodes, problems, view.racks
+            return replace(view, problems=[*view.problems, self.history.problem]) if self.history.problem else view
 
         return read
 
     def _find_agents(self) -> dict[str, tuple[str, int]]:
         """Addresses of the agents of nodes; none for port 0."""
         port = self._options.agent_port
-        return {node.name: (node.name, port) for node in self.nodes.nodes.nodes} if port else {}
+        return {node.name: (node.name, port) for node in self.nodes.view.nodes} if port else {}
 
 
 def list_metrics() -> list[MetricDefinition]:
@@ -201,18 +182,15 @@ class NodeActions:
     open_backend: Callable[[str], NodeBackend] = open_node_backend
 
     def make_routes(self) -> list[Route]:
-        """The routes."""
         return [
             Route("/nodes/drain", self.drain, methods=["POST"]),
             Route("/nodes/undrain", self.undrain, methods=["POST"]),
         ]
 
     async def drain(self, request: Request) -> Response:
-        """Start no new job on a node."""
         return await self._act(request, drain_node, "is drained")
 
     async def undrain(self, request: Request) -> Response:
-        """Start jobs on a node again."""
         return await self._act(request, undrain_node, "is taken back")
 
     async def _act(self, request: Request, change: Callable[..., object], result: str) -> Response:

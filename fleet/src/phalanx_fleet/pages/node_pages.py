@@ -1,24 +1,30 @@
 """The pages of nodes: a heat map of all devices, a table, and the history of one node."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
 
 from phalanx import formatting
+from phalanx.errors import DataError
 from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
-from phalanx.serve.pages import render_each, render_rows, render_time
+from phalanx.serve.page_context import Message, PageContext
+from phalanx.serve.pages import render_each, render_problem, render_rows, render_time
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample
 from phalanx.text_table import Column
-from phalanx_fleet.fleet_node import NO_READING_STATE, STALE_STATE, FleetNode
+from phalanx_fleet.fleet_node import NO_READING_STATE, STALE_STATE, FleetNode, add_samples
+from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange
 from phalanx_fleet.node_table import DEVICE_COLUMNS, NODE_COLUMNS, RACK_COLUMNS, format_device, format_node, format_rack
-from phalanx_fleet.pages.node_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint
-from phalanx_fleet.pages.node_reader import NodeList
-from phalanx_fleet.pages.power_page import format_watts
+from phalanx_fleet.pages.agent_streams import AgentStreams
+from phalanx_fleet.pages.site_history import DAY_S, HOUR_S, MINUTE_S, HistoryPoint, SiteHistory
 from phalanx_fleet.telemetry.service_reading import RackSample
 
 LATE_AFTER_S = 3.0
@@ -75,7 +81,7 @@ def _percent(value: float) -> int:
     return round(100 * min(1.0, max(0.0, value)))
 
 
-def render_nodes(found: NodeList, nodes: Sequence[FleetNode], text: str, now: float) -> str:
+def render_nodes(found: FleetView, nodes: Sequence[FleetNode], text: str, now: float) -> str:
     """The table of nodes; those that are not healthy first, MAX_TABLE_NODES at most. Each word of `text` is part of a
     name or state."""
     parts = [f'<p class="note problem">{escape(problem)}</p>' for problem in found.problems]
@@ -114,7 +120,6 @@ def _render_rack(rack: RackSample) -> Sequence[str]:
 
 
 def render_nodes_page(content: str, by: str, text: str) -> str:
-    """The page of all nodes."""
     options = "".join(
         f'<option value="{name}"{" selected" if name == by else ""}>{name}</option>' for name in HEAT_MAPS
     )
@@ -215,3 +220,79 @@ def build_node_charts(day: Mapping[str, Sequence[HistoryPoint]], now: float) -> 
             y_range = linear_range([each.y for each in series], from_zero=True)
             charts.append(Chart(title, series, (-DAY_S / HOUR_S, 0.0), y_range, unit=unit, x_label="hours"))
     return charts
+
+
+@dataclass
+class NodeRoutes:
+    """The handlers."""
+
+    nodes: NodeReader
+    streams: AgentStreams
+    read_changes: Callable[[str], Sequence[NodeChange]]
+    history: SiteHistory
+    context: PageContext
+    _shown: tuple[tuple[str, str], int, tuple[str, dict[str, Any]]] | None = field(default=None, init=False)
+
+    async def show_nodes(self, request: Request) -> Response:
+        by, text = _read_node_query(request)
+        body = render_nodes_page(self._render_nodes(by, text)[0], by, text)
+        return self.context.render("Nodes", "Nodes", body, f"stream/nodes?{urlencode({'by': by, 'q': text})}")
+
+    async def stream_nodes(self, request: Request) -> Response:
+        by, text = _read_node_query(request)
+
+        async def read() -> Message:
+            html, heat_map = self._render_nodes(by, text)
+            return {"sections": {"nodes": html}, "heatMap": heat_map}
+
+        return self.context.stream(read)
+
+    async def show_node(self, request: Request) -> Response:
+        """A node: its state and devices now, how it came into its state, and its last day."""
+        name, now = request.path_params["name"], self.context.wall_clock()
+        node, sample = self._find_node(name)
+        if node is None:
+            text = "The backend and the nodes file have no node of this name."
+            return self.context.render("Node", "Nodes", render_problem("No such node", text), status=404)
+        changes = await run_in_threadpool(self.read_changes, name)
+        try:
+            day = await run_in_threadpool(self.history.read_node, name, now)
+        except DataError as error:
+            return self.context.render(name, "Nodes", render_problem("Damaged history", str(error)), status=500)
+        body = render_node(node, sample, changes, day, self.context.may_act(request), now)
+        return self.context.render(name, "Nodes", body, f"stream/nodes/{quote(name, safe='')}")
+
+    async def stream_node(self, request: Request) -> Response:
+        name = request.path_params["name"]
+
+        async def read() -> Message:
+            node, sample = self._find_node(name)
+            return {} if node is None else {"sections": {"node": render_facts(node, sample, self.context.wall_clock())}}
+
+        return self.context.stream(read)
+
+    def _find_node(self, name: str) -> tuple[FleetNode | None, NodeSample | None]:
+        samples = self.streams.read_samples()
+        nodes = add_samples([each for each in self.nodes.view.nodes if each.name == name], samples)
+        return next(iter(nodes), None), samples.get(name)
+
+    def _render_nodes(self, by: str, text: str) -> tuple[str, dict[str, Any]]:
+        """The table and the heat map; browsers that look at the same share them for a second."""
+        now = self.context.wall_clock()
+        if self._shown is None or self._shown[:2] != ((by, text), int(now)):
+            found, samples = self.nodes.view, self.streams.read_samples()
+            nodes = add_samples(found.nodes, samples)
+            found = replace(found, problems=[*found.problems, *self.streams.list_problems()])
+            shown = render_nodes(found, nodes, text, now), build_heat_map(nodes, samples, by, now)
+            self._shown = ((by, text), int(now), shown)
+        return self._shown[2]
+
+
+def _read_node_query(request: Request) -> tuple[str, str]:
+    by = request.query_params.get("by", "")
+    return by if by in HEAT_MAPS else next(iter(HEAT_MAPS)), request.query_params.get("q", "").strip()
+
+
+def format_watts(watts: float) -> str:
+    """Write 12.3 kW, or 1.25 MW."""
+    return f"{watts / 1e6:.2f} MW" if abs(watts) >= 1e6 else f"{watts / 1e3:.1f} kW"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from phalanx_fleet.power.committed_power import TOLERANCE_W
 from phalanx_fleet.power.speed_curve import SpeedCurve
-from phalanx_fleet.power_tree import NO_PARENT, PowerTree
+from phalanx_fleet.power_tree import PowerTree
 
 SPEED_STEPS = 64
 """Steps between the lowest and the highest speed of a job."""
@@ -34,7 +34,6 @@ class PoweredJob:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
         return sum(len(each) for each in self.devices.values())
 
 
@@ -72,16 +71,14 @@ class Allocation:
 
 
 class _Group:
-    """Devices that are set together: a job, or the idle devices of a rack. `caps(x)`: caps by type at x from 0 to 1."""
+    """The devices of a job that can be set. `counts`: how many of each node."""
 
-    def __init__(self, counts: Mapping[int, int], tree: PowerTree, margin: float):
+    def __init__(self, job: PoweredJob, counts: Mapping[int, int], tree: PowerTree, margin: float):
+        self.job = job
         self.types = sorted({tree.nodes[node].type_name for node in counts})
         self.watts_per_cap: dict[str, Watts] = {name: np.zeros(len(tree.levels)) for name in self.types}
         for node, count in counts.items():
-            level = tree.nodes[node].rack
-            while level != NO_PARENT:
-                self.watts_per_cap[tree.nodes[node].type_name][level] += count * (1 + margin)
-                level = tree.levels[level].parent
+            self.watts_per_cap[tree.nodes[node].type_name][tree.list_above(node)] += count * (1 + margin)
         self.num_devices = sum(counts.values())
         self.max_caps_w: dict[str, float] = {}
         self.min_caps_w: dict[str, float] = {}
@@ -93,6 +90,14 @@ class _Group:
         total: Watts = np.sum([self.watts_per_cap[name] * caps_w[name] for name in self.types], axis=0)
         return total
 
+    def is_swept(self) -> bool:
+        """Whether the job has a curve for each type of its nodes."""
+        return all(name in self.job.curves for name in self.types)
+
+    def speed_at(self, caps_w: Mapping[str, float]) -> float:
+        """The share of the full speed of a job that is swept."""
+        return min(self.job.curves[name].speed_at(cap) for name, cap in caps_w.items())
+
     def share_caps(self, share: float) -> dict[str, float]:
         """Caps at a share of each device's most power."""
         return {
@@ -103,9 +108,7 @@ class _Group:
 
 @dataclass
 class _Problem:
-    tree: PowerTree
     groups: list[_Group]
-    jobs: list[PoweredJob | None]
     fixed_w: Watts
     budgets_w: Watts
 
@@ -154,15 +157,11 @@ def allocate_caps(
     equal = [group.share_caps(share) for group, share in zip(problem.groups, shares, strict=True)]
     chosen = _exchange(problem, equal)
     is_within = bool(np.all(problem.sum_watts(chosen) <= asked_w + TOLERANCE_W))
-    speeds = {
-        job.name: _predict_speed(job, caps) for job, caps in zip(problem.jobs, chosen, strict=True) if job is not None
-    }
-    caps_w: list[list[float]] = [[] for _ in limits]
-    for node, limit in enumerate(limits):
-        if isinstance(limit, NodeCaps):
-            caps_w[node] = [limit.min_w] * limit.num_devices
-    for job, caps in zip(problem.jobs, chosen, strict=True):
-        for node, devices in () if job is None else job.devices.items():
+    speeds: dict[str, float | None] = {}
+    caps_w = [[limit.min_w] * limit.num_devices if isinstance(limit, NodeCaps) else [] for limit in limits]
+    for group, caps in zip(problem.groups, chosen, strict=True):
+        speeds[group.job.name] = group.speed_at(caps) if group.is_swept() else None
+        for node, devices in group.job.devices.items():
             for device in devices if isinstance(limits[node], NodeCaps) else ():
                 caps_w[node][device] = caps[tree.nodes[node].type_name]
     return Allocation(caps_w, speeds, is_within, share_for_all)
@@ -187,12 +186,12 @@ def _build_problem(
             fixed.append(power.rest_max_w + sum(limit.caps_w) * (1 + margin))
         else:
             fixed.append(power.rest_max_w + (limit.num_devices - taken) * limit.min_w * (1 + margin))
-    groups, owners = [], []
+    groups = []
     for job in jobs:
         counts = {node: len(devices) for node, devices in job.devices.items() if isinstance(limits[node], NodeCaps)}
         if not counts:
             continue
-        group = _Group(counts, tree, margin)
+        group = _Group(job, counts, tree, margin)
         for name in group.types:
             nodes = [node for node in counts if tree.nodes[node].type_name == name]
             found = [limit for node in nodes if isinstance(limit := limits[node], NodeCaps)]
@@ -204,9 +203,8 @@ def _build_problem(
             group.min_caps_w[name] = min(max(lowest, floor_w), highest)
             group.settable_w[name] = min(max(lowest, obeyed_w), highest)
         groups.append(group)
-        owners.append(job)
     budgets = np.array([np.inf if each is None else each for each in budgets_w])
-    return _Problem(tree, groups, list(owners), np.array(tree.sum_by_level(fixed)), budgets)
+    return _Problem(groups, np.array(tree.sum_by_level(fixed)), budgets)
 
 
 def _fill_equally(problem: _Problem) -> tuple[list[float], float]:
@@ -269,36 +267,22 @@ def _find_share(use_at: Callable[[float], Watts], kinks: Watts, headroom_w: Watt
 
 def _exchange(problem: _Problem, equal: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return caps at which swept jobs have exchanged watts; `equal` where that does not predict more speed."""
-    swept = [
-        index
-        for index, job in enumerate(problem.jobs)
-        if job is not None and all(name in job.curves for name in problem.groups[index].types)
-    ]
-    if len(swept) < 1:
+    swept = [index for index, group in enumerate(problem.groups) if group.is_swept()]
+    if not swept:
         return equal
-    rest = [{} if index in set(swept) else caps for index, caps in enumerate(equal)]
-    base = problem.fixed_w + sum(
-        (problem.groups[index].watts(caps) for index, caps in enumerate(rest) if caps), np.zeros(len(problem.budgets_w))
-    )
-    priorities = sorted({_job(problem, index).priority for index in swept}, reverse=True)
-    ladders = {index: _list_rungs(problem.groups[index], _job(problem, index)) for index in swept}
+    ladders = {index: _list_rungs(problem.groups[index]) for index in swept}
     position = dict.fromkeys(swept, 0)
-    used = base + sum((ladders[i][0].watts for i in swept), np.zeros(len(base)))
+    used = problem.sum_watts([ladders[i][0].caps_w if i in ladders else caps for i, caps in enumerate(equal)])
     if np.any(used > problem.budgets_w + TOLERANCE_W):
         return equal
+    priorities = sorted({problem.groups[index].job.priority for index in swept}, reverse=True)
     for priority in priorities:
-        members = [index for index in swept if _job(problem, index).priority == priority]
+        members = [index for index in swept if problem.groups[index].job.priority == priority]
         used = _climb(problem, members, ladders, position, used)
     chosen = [ladders[i][position[i]].caps_w if i in position else caps for i, caps in enumerate(equal)]
     if len(priorities) > 1 or _mean_speed(problem, swept, chosen) > _mean_speed(problem, swept, equal):
         return chosen
     return equal
-
-
-def _job(problem: _Problem, index: int) -> PoweredJob:
-    job = problem.jobs[index]
-    assert job is not None
-    return job
 
 
 @dataclass(frozen=True)
@@ -310,16 +294,14 @@ class _Rung:
     watts: Watts
 
 
-def _list_rungs(group: _Group, job: PoweredJob) -> list[_Rung]:
+def _list_rungs(group: _Group) -> list[_Rung]:
     """Speeds of a job, lowest first; only those from which no later one gains more per watt."""
-    start = {name: group.min_caps_w[name] for name in group.types}
-    lowest = _speed_of(job, start)
-    measured = {speed for name in group.types for speed in job.curves[name].speeds}
-    wanted = np.array(sorted({*np.linspace(lowest, 1.0, SPEED_STEPS + 1), *measured}))
-    caps = {
-        name: np.clip(job.curves[name].find_caps(wanted), start[name], group.max_caps_w[name]) for name in group.types
-    }
-    speeds = np.min([np.interp(caps[name], job.curves[name].caps_w, job.curves[name].speeds) for name in caps], axis=0)
+    start = group.min_caps_w
+    curves = {name: group.job.curves[name] for name in group.types}
+    measured = {speed for curve in curves.values() for speed in curve.speeds}
+    wanted = np.array(sorted({*np.linspace(group.speed_at(start), 1.0, SPEED_STEPS + 1), *measured}))
+    caps = {name: np.clip(each.find_caps(wanted), start[name], group.max_caps_w[name]) for name, each in curves.items()}
+    speeds = np.min([np.interp(caps[name], each.caps_w, each.speeds) for name, each in curves.items()], axis=0)
     watts = sum((np.outer(caps[name], group.watts_per_cap[name]) for name in caps), np.zeros(()))
     most_w = watts.max(axis=1).tolist()
     hull: list[int] = []
@@ -385,14 +367,6 @@ def _divide(low: _Rung, high: _Rung, part: float) -> _Rung:
     return _Rung(low.speed + part * (high.speed - low.speed), caps_w, low.watts + part * (high.watts - low.watts))
 
 
-def _speed_of(job: PoweredJob, caps_w: Mapping[str, float]) -> float:
-    return min(job.curves[name].speed_at(cap) for name, cap in caps_w.items())
-
-
-def _predict_speed(job: PoweredJob, caps_w: Mapping[str, float]) -> float | None:
-    return _speed_of(job, caps_w) if all(name in job.curves for name in caps_w) else None
-
-
 def _mean_speed(problem: _Problem, members: Sequence[int], caps: Sequence[Mapping[str, float]]) -> float:
     weights = [problem.groups[index].num_devices for index in members]
-    return float(np.average([_speed_of(_job(problem, index), caps[index]) for index in members], weights=weights))
+    return float(np.average([problem.groups[index].speed_at(caps[index]) for index in members], weights=weights))

@@ -1,11 +1,14 @@
-"""Hold the budgets of a fleet by power caps: read the jobs file and the tree of what is capped, plan, and guard."""
+"""Hold the budgets of a fleet by power caps: read the jobs file and the tree of what is capped, choose how nodes are
+reached, plan, and guard."""
 
 import getpass
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
@@ -17,26 +20,42 @@ from phalanx.recipe.yaml_loader import location_of_key
 from phalanx.run.boot_clock import seconds_since_boot, unix_now
 from phalanx.run.private_files import state_root
 from phalanx_fleet.audit_log import find_audit_problem
-from phalanx_fleet.fleet_file import FleetFile, expand_names, load_fleet_file
+from phalanx_fleet.fleet_file import FleetFile, expand_names, load_fleet_file, node_states_path
 from phalanx_fleet.node_states import NodeStates
-from phalanx_fleet.power.allocation import Allocation, NodeCaps, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import describe_excesses, list_budgets
-from phalanx_fleet.power.guard import GuardIdentity, GuardStatus, PowerGuard, group_by_rack, plan_fallbacks
-from phalanx_fleet.power.links import NodeLinks
+from phalanx_fleet.power.allocation import Allocation, PoweredJob, allocate_caps
+from phalanx_fleet.power.committed_power import CapWrite, describe_excesses, list_budgets
+from phalanx_fleet.power.devices import CapDevice, CapError, open_cap_devices
+from phalanx_fleet.power.fake_fleet import open_fake_links
+from phalanx_fleet.power.guard import (
+    GuardIdentity,
+    GuardStatus,
+    PowerGuard,
+    find_node_caps,
+    group_by_rack,
+    plan_fallbacks,
+)
+from phalanx_fleet.power.links import (
+    HelperLinks,
+    LocalLinks,
+    NodeLinks,
+    ask_nodes,
+    connect_by_command,
+    connect_to_socket,
+    expand_command,
+    is_listening,
+)
 from phalanx_fleet.power.load_targets import LoadTarget, TargetsFileSource, find_active_budgets
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
-from phalanx_fleet.power.plan_writes import CapWrite
-from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint
-from phalanx_fleet.power.sweep_file import load_sweep
-from phalanx_fleet.power_settings import CapDeviceSettings, PowerSettings
+from phalanx_fleet.power.node_keeper import READ_BACK_TOLERANCE_W, NodeKeeper, RecordStore
+from phalanx_fleet.power.speed_curve import SpeedCurve, SweepPoint, load_sweep
+from phalanx_fleet.power_settings import CapDeviceSettings, Power, PowerSettings
 from phalanx_fleet.power_tree import NodePower, PowerTree, build_power_tree
-from phalanx_fleet.power_units import Power
-from phalanx_fleet.site_dir import node_states_path
 
 POLL_INTERVAL_S = 0.2
 MAX_APPLY_STEPS, MAX_EQUAL_STEPS = 200, 5
-CAP_TOLERANCE_W = 1.0
-"""Devices round caps to a watt or less."""
+KEEPER_START_TIMEOUT_S = 30.0
+"""A start of Python, and of the driver's library."""
+OpenDevices = Callable[[CapDeviceSettings], Sequence[CapDevice]]
 
 
 @dataclass(frozen=True)
@@ -94,16 +113,9 @@ def power_state_dir(fleet: PowerFleet) -> Path:
 
 def read_nodes(fleet: PowerFleet, links: NodeLinks, sleep: Callable[[float], None] = time.sleep) -> PowerReading:
     """Ask all nodes without becoming their writer. A node that does not answer in time is silent."""
-    nodes = fleet.tree.nodes
-    for node in nodes:
-        links.send(node.name, NodeRequest(1, 0, make_writer_name()))
-    reports: dict[str, NodeReport] = {}
-    until = seconds_since_boot() + fleet.settings.helper.timeout_s
-    while True:
-        reports |= {report.node: report for report in links.receive()}
-        if len(reports) >= links.count_reachable() or seconds_since_boot() >= until:
-            break
-        sleep(POLL_INTERVAL_S)
+    nodes, request = fleet.tree.nodes, NodeRequest(1, 0, make_writer_name())
+    requests = {node.name: request for node in nodes}
+    reports = ask_nodes(links, requests, fleet.settings.helper.timeout_s, sleep, seconds_since_boot)
     bounds: list[list[float | None]] = []
     notices, in_repair = [], find_in_repair(fleet)
     for node in nodes:
@@ -133,13 +145,7 @@ def describe_problems(problems: Mapping[str, str]) -> list[str]:
 def plan_caps(fleet: PowerFleet, reading: PowerReading) -> Allocation:
     """Return caps within the budgets that hold now. Silent nodes are counted at their maximum."""
     limits = [
-        None
-        if None in bounds
-        else NodeCaps(
-            max(device.min_w for device in reading.reports[node.name].devices),
-            min(device.max_w for device in reading.reports[node.name].devices),
-            len(bounds),
-        )
+        None if None in bounds else find_node_caps(reading.reports[node.name])
         for node, bounds in zip(fleet.tree.nodes, reading.bounds_w, strict=True)
     ]
     settings = fleet.settings
@@ -337,7 +343,7 @@ def _find_curve_problem(curves: Mapping[str, SpeedCurve], types: Mapping[str, No
             return f"sweep: {name}: no node type of its nodes; they are {', '.join(types)}"
         low_w, high_w = types[name].device_min_cap_w or 0.0, types[name].device_max_w
         for cap_w in (curve.caps_w[0], curve.caps_w[-1]):
-            if not low_w - CAP_TOLERANCE_W <= cap_w <= high_w + CAP_TOLERANCE_W:
+            if not low_w - READ_BACK_TOLERANCE_W <= cap_w <= high_w + READ_BACK_TOLERANCE_W:
                 return f"sweep: {name}: a device takes caps from {low_w:g} to {high_w:g} W, not {cap_w:g} W"
     return ""
 
@@ -351,3 +357,52 @@ def _fit_curves(entry: PoweredJobEntry, folder: Path) -> dict[str, SpeedCurve]:
         name: SpeedCurve.fit([SweepPoint(point.cap, point.rate, point.draw) for point in points])
         for name, points in entry.sweep.items()
     }
+
+
+def open_links(
+    fleet: PowerFleet, is_fake: bool, is_read_only: bool = True, open_devices: OpenDevices = open_cap_devices
+) -> NodeLinks:
+    """Return the way to the nodes: their helpers, the devices of this machine, or a fake fleet.
+
+    Raises:
+        UsageError: This machine is no node of the fleet, has no device that can be capped, or has another guard.
+    """
+    if is_fake:
+        return open_fake_links(fleet.tree.nodes, fleet.settings.dead_time_s, fleet.settings.averaging_s)
+    here, names, reach = os.uname().nodename, {node.name for node in fleet.tree.nodes}, fleet.settings.helper
+    own = {here: partial(connect_to_socket, reach.socket)} if here in names and is_listening(reach.socket) else {}
+    if reach.command is not None:
+        if wrong := sorted(name for name in names if name.startswith("-")):  # it would be an option of the command
+            raise UsageError(f"{wrong[0]}: a node that is reached by a command cannot begin with -")
+        others = {name: partial(connect_by_command, expand_command(reach.command, name)) for name in names}
+        return HelperLinks({**others, **own})
+    if here not in names:
+        raise UsageError(
+            f"{here}: this machine is no node of {fleet.file.name}. Set power.helper.command to reach the helpers of "
+            "other nodes, run it on a node, or try it with --fake"
+        )
+    if own:
+        return HelperLinks(own)
+    try:
+        devices = open_devices(fleet.settings.devices)
+        if is_read_only:
+            return LocalLinks({here: NodeKeeper(here, devices, RecordStore(record_path(fleet)), is_read_only=True)})
+    except CapError as error:
+        raise UsageError(f"{here}: {error}. Try it without devices: --fake") from None
+    return _start_keeper(fleet, here)
+
+
+def record_path(fleet: PowerFleet) -> Path:
+    """Return the record of this machine where it has no helper."""
+    return power_state_dir(fleet) / f"{os.uname().nodename}.json"
+
+
+def _start_keeper(fleet: PowerFleet, node: str) -> HelperLinks:
+    """Start a process that holds the devices: it ends leases also when this one is killed."""
+    words = [sys.executable, "-m", "phalanx", "power", "keep-node", str(fleet.path.absolute())]
+    links = HelperLinks({node: partial(connect_by_command, words)})
+    if not ask_nodes(links, {node: NodeRequest(1, 0, make_writer_name())}, KEEPER_START_TIMEOUT_S):
+        links.close()
+        reason = links.problems.get(node, "the process that holds the devices does not answer")
+        raise UsageError(f"{node}: {reason}")
+    return links

@@ -6,20 +6,29 @@ follows the rule of loops with delay: a period of at least averaging and dead ti
 and a half downwards.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from phalanx.errors import UsageError
 from phalanx_fleet.power.allocation import Allocation, HeldCaps, NodeCaps, NodeLimit, PoweredJob, allocate_caps
-from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
-from phalanx_fleet.power.ledger import NodeAccount
+from phalanx_fleet.power.committed_power import (
+    CapWrite,
+    LevelSum,
+    find_excesses,
+    list_committed,
+    plan_raises,
+    plan_writes,
+    sum_levels,
+)
 from phalanx_fleet.power.links import NodeLinks
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power.node_keeper import READ_BACK_TOLERANCE_W
-from phalanx_fleet.power.plan_writes import CapWrite, plan_raises, plan_writes
 from phalanx_fleet.power_settings import PowerSettings
 from phalanx_fleet.power_tree import PowerTree
 
+MAX_REQUESTS_KEPT = 64
+"""Requests of a node that may be without an answer; what is older is late, and so missing."""
 LOWER_GAIN, RAISE_GAIN = 0.5, 0.25
 """Share of an error that a step corrects. At a period of averaging and dead time, 1 and more oscillates."""
 HYSTERESIS_SHARE = 0.01
@@ -27,6 +36,79 @@ HYSTERESIS_SHARE = 0.01
 correction to be given back."""
 MAX_DRAW_SHARE = 1.5
 """Over a device's most power: short peaks of GPUs are up to a third above it."""
+
+
+@dataclass
+class NodeAccount:
+    """What is known of a node, for the guard with `epoch` and `writer`."""
+
+    epoch: int
+    writer: str
+    fresh_s: float
+    next_seq: int = 1
+    report: NodeReport | None = None
+    reported_at: float = float("-inf")
+    """When the request of the newest report was sent."""
+    requests: "OrderedDict[int, tuple[float, NodeRequest]]" = field(default_factory=OrderedDict)
+
+    def add_request(self, request: NodeRequest, now: float) -> None:
+        """Remember a request before it is sent."""
+        self.requests[request.seq] = now, request
+        self.next_seq = request.seq + 1
+        while len(self.requests) > MAX_REQUESTS_KEPT:
+            self.requests.popitem(last=False)
+
+    def add_report(self, report: NodeReport) -> bool:
+        """Take a report; return whether it is newer than the last one. One that answers no request of this guard, or
+        an older one than was answered, is late."""
+        found = self.requests.get(report.seq)
+        if found is None or (self.report is not None and report.seq <= self.report.seq):
+            return False
+        self.report, self.reported_at = report, found[0]
+        for seq in [seq for seq in self.requests if seq < report.seq and seq not in self._orders_in_flight(report)]:
+            del self.requests[seq]
+        return True
+
+    def is_owned(self) -> bool:
+        """Whether this guard is the node's writer, as far as it knows."""
+        return self.report is not None and (self.report.epoch, self.report.writer) == (self.epoch, self.writer)
+
+    def is_lost(self) -> bool:
+        """Whether another guard is the node's writer, by an epoch that is not below this guard's."""
+        return self.report is not None and self.report.writer != self.writer and self.report.epoch >= self.epoch
+
+    def is_fresh(self, now: float) -> bool:
+        """Whether the node may be believed: it is owned, and its report is not late."""
+        return self.report is not None and self.is_owned() and now - self.reported_at <= self.fresh_s
+
+    def bound_caps(self, now: float, num_devices: int, fallback_w: Sequence[float] = ()) -> list[float | None]:
+        """Return the most that each device may be enforcing; None for a silent one.
+
+        A node of which someone else has set a cap takes no orders. Its keeper lowers each device to `fallback_w` when
+        its lease has ended: from then on it counts at that; before, each device counts as silent.
+        """
+        report = self.report
+        if report is None or not self.is_fresh(now) or len(report.devices) != num_devices:
+            return [None] * num_devices
+        bounds = [device.cap_w for device in report.devices]
+        if report.foreign_change:
+            held = list(zip(bounds, fallback_w, strict=False)) if report.lease_left_s <= 0 else []
+            is_held = len(held) == num_devices and all(
+                b is not None and b <= f + READ_BACK_TOLERANCE_W for b, f in held
+            )
+            return [f + READ_BACK_TOLERANCE_W for _, f in held] if is_held else [None] * num_devices
+        for seq in self._orders_in_flight(report):
+            caps = self.requests[seq][1].caps_w or ()
+            bounds = [None if bound is None else max(bound, cap) for bound, cap in zip(bounds, caps, strict=True)]
+        return bounds
+
+    def _orders_in_flight(self, report: NodeReport) -> Sequence[int]:
+        """Orders that the node may carry out after this report: newer than what it has seen, of the same session."""
+        return [
+            seq
+            for seq, (_, request) in self.requests.items()
+            if seq > report.newest_seq and request.caps_w is not None and request.session == report.session
+        ]
 
 
 class LostNodeError(UsageError):
@@ -134,10 +216,7 @@ class PowerGuard:
         budgets_w = list(self._find_budgets())
         bounds = self.bound_caps(now)
         limits = [_find_limit(account.report, each) for account, each in zip(self._accounts, bounds, strict=True)]
-        committed_w = [
-            find_committed_w(node.power, each, self._settings.margin)
-            for node, each in zip(self._tree.nodes, bounds, strict=True)
-        ]
+        committed_w = list_committed(self._tree, bounds, self._settings.margin)
         measured_w = self._measure_nodes(bounds)
         reduced_w = self._correct(budgets_w, committed_w, measured_w)
         allocation = self._allocate(limits, reduced_w)
@@ -151,8 +230,8 @@ class PowerGuard:
         unsafe += self._describe_disobedience(over, now) if not unsafe else []
         self._has_asked = True
         return GuardStatus(
-            _sum_levels(self._tree, committed_w, budgets_w),
-            _sum_levels(self._tree, measured_w, budgets_w),
+            sum_levels(self._tree, committed_w, budgets_w),
+            sum_levels(self._tree, measured_w, budgets_w),
             writes,
             allocation.speeds,
             [
@@ -273,7 +352,7 @@ class PowerGuard:
         orders = {write.node: write.caps_w for write in writes}
         for index, (node, account, each) in enumerate(zip(self._tree.nodes, self._accounts, bounds, strict=True)):
             known, limit = [bound for bound in each if bound is not None], limits[index]
-            renews = over.isdisjoint(level.label for level in self._tree.list_levels(index))
+            renews = over.isdisjoint(self._tree.levels[level].label for level in self._tree.list_above(index))
             caps = orders.get(index) or (tuple(known) if renews and len(known) == len(each) else None)
             is_order = isinstance(limit, NodeCaps) and caps is not None and account.is_owned()
             request = NodeRequest(
@@ -305,10 +384,8 @@ class PowerGuard:
         bounds: Sequence[Sequence[float | None]],
         budgets_w: Sequence[float | None],
     ) -> list[str]:
-        lowest_w = [
-            find_committed_w(node.power, caps or each, self._settings.margin)
-            for node, each, caps in zip(self._tree.nodes, bounds, allocation.caps_w, strict=True)
-        ]
+        lowest = [caps or each for caps, each in zip(allocation.caps_w, bounds, strict=True)]
+        lowest_w = list_committed(self._tree, lowest, self._settings.margin)
         return [
             f"{each} at the lowest caps, with silent nodes at their maximum"
             for each in find_excesses(self._tree, lowest_w, budgets_w)
@@ -345,11 +422,13 @@ def _find_limit(report: NodeReport | None, bounds: Sequence[float | None]) -> No
         return None
     if report.foreign_change:
         return HeldCaps(tuple(bound for bound in bounds if bound is not None))
-    return NodeCaps(
-        max(device.min_w for device in report.devices),
-        min(device.max_w for device in report.devices),
-        len(report.devices),
-    )
+    return find_node_caps(report)
+
+
+def find_node_caps(report: NodeReport) -> NodeCaps:
+    """Return the caps that all devices of a node take."""
+    devices = report.devices
+    return NodeCaps(max(each.min_w for each in devices), min(each.max_w for each in devices), len(devices))
 
 
 def _clip(caps_w: Sequence[float], limits: NodeCaps) -> tuple[float, ...]:
@@ -365,11 +444,3 @@ def _bound_raise(bounds: Sequence[float | None], targets: Sequence[float]) -> li
         step, least = target - bound, HYSTERESIS_SHARE * target
         result.append(target if step <= 0 else bound if step < least else bound + max(RAISE_GAIN * step, least))
     return result
-
-
-def _sum_levels(tree: PowerTree, node_watts: Sequence[float], budgets_w: Sequence[float | None]) -> list[LevelSum]:
-    return [
-        LevelSum(level.label, budget, watts)
-        for level, budget, watts in zip(tree.levels, budgets_w, tree.sum_by_level(node_watts), strict=True)
-        if budget is not None
-    ]

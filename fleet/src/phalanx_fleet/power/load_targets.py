@@ -10,8 +10,8 @@ from phalanx.cluster.spec import StrictModel
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.recipe.validation_errors import read_user_mapping, validate_value
 from phalanx.recipe.yaml_loader import location_of_key
+from phalanx_fleet.power_settings import Power
 from phalanx_fleet.power_tree import PowerTree, describe_missing
-from phalanx_fleet.power_units import Power
 
 
 @dataclass(frozen=True)

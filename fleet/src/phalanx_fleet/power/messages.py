@@ -52,7 +52,6 @@ class NodeRequest(TypedMessage, kw_only=False):
 
     @property
     def is_order(self) -> bool:
-        """Whether it changes caps."""
         return self.caps_w is not None or self.releases
 
 
@@ -78,7 +77,6 @@ class NodeReport(TypedMessage, kw_only=False):
 
 
 def format_line(message: NodeRequest | NodeReport) -> bytes:
-    """Return a message as a line."""
     return json.dumps(to_fields(message), separators=(",", ":")).encode() + b"\n"
 
 

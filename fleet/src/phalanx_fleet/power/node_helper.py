@@ -6,6 +6,7 @@ users of its allow list, for devices of its allow list, within their range; and 
 
 import contextlib
 import fcntl
+import grp
 import os
 import pwd
 import selectors
@@ -17,17 +18,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+from pydantic import Field
+
+from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
+from phalanx.recipe.validation_errors import read_user_mapping, validate_value
+from phalanx.run.private_files import check_owner
 from phalanx_fleet.audit_log import write_audit
-from phalanx_fleet.power.control import load_power_fleet, power_state_dir
-from phalanx_fleet.power.devices import CapError
-from phalanx_fleet.power.helper_file import AllowedPeers, HelperFile, PeerList
-from phalanx_fleet.power.local_devices import open_cap_devices
+from phalanx_fleet.power.control import load_power_fleet, power_state_dir, record_path
+from phalanx_fleet.power.devices import CapError, open_cap_devices
 from phalanx_fleet.power.messages import MAX_LINE_BYTES, NodeReport, NodeRequest, WireError, format_line, parse_request
 from phalanx_fleet.power.node_keeper import NodeKeeper, RecordStore
-from phalanx_fleet.power.open_links import record_path
+from phalanx_fleet.power_settings import DEFAULT_SOCKET, CapDeviceSettings
 
 CHECK_INTERVAL_S = 1.0
 """Seconds between two looks at leases and devices."""
@@ -38,6 +42,69 @@ RECEIVE_BYTES = 1 << 16
 PEER_FORMAT = "iII"
 """SO_PEERCRED: process, user and group as unsigned numbers."""
 COPY_BYTES = 1 << 16
+
+
+class AllowedPeers(StrictModel):
+    """Users and groups of this machine that may order caps. root always may."""
+
+    users: list[str] = Field(default_factory=list)
+    groups: list[str] = Field(default_factory=list)
+
+
+class HelperFile(StrictModel):
+    """Settings of a helper."""
+
+    allow: AllowedPeers
+    devices: CapDeviceSettings = CapDeviceSettings()
+    node: str = Field(default_factory=lambda: os.uname().nodename)
+    """Name of this node in the fleet file; without it the name of this machine."""
+    socket: Path = DEFAULT_SOCKET
+    state: Path = Path("/var/lib/phalanx/power")
+    """Folder of the record and the audit log."""
+    without_record: Literal["lowest", "keep"] = "lowest"
+    """Caps of the devices when there is no record: the lowest, since it may be lost; or as they are, for the first
+    start on a node with jobs."""
+
+
+def load_helper_file(path: Path) -> HelperFile:
+    """Load a helper's file. Raises RecipeError for what is wrong in it, UsageError where other users may change it."""
+    check_owner(path, "the file of the power helper")
+    value, locations = read_user_mapping(path, "`allow:`")
+    file = validate_value(value, locations, HelperFile)
+    PeerList(file.allow)
+    return file
+
+
+def _find_id(kind: str, name: str) -> int:
+    try:
+        return pwd.getpwnam(name).pw_uid if kind == "user" else grp.getgrnam(name).gr_gid
+    except (KeyError, ValueError):  # ValueError: a name with a zero byte
+        raise UsageError(f"allow: this machine has no {kind} {name!r}") from None
+
+
+class PeerList:
+    """Which processes may order: by the user and groups that the kernel reports for the other end of a socket.
+
+    Raises UsageError for a user or group that this machine does not have.
+    """
+
+    def __init__(self, allow: AllowedPeers):
+        self._uids = {0, *(_find_id("user", name) for name in allow.users)}
+        self._gids = {_find_id("group", name) for name in allow.groups}
+
+    def find_refusal(self, uid: int, gid: int) -> str:
+        """Return why a process may not order; empty if it may. A user directory on the network is asked only
+        about users that are allowed neither by their number nor by their main group."""
+        if uid in self._uids or gid in self._gids:
+            return ""
+        try:
+            name = pwd.getpwuid(uid).pw_name
+            groups = set(os.getgrouplist(name, gid)) if self._gids else set()
+        except KeyError:
+            name, groups = str(uid), set()
+        if groups & self._gids:
+            return ""
+        return f"user {name} may not use this helper; add the user or a group to `allow` in its file"
 
 
 @dataclass(eq=False)
@@ -133,8 +200,9 @@ class NodeHelper:
         connection.received += part
         connection.heard_at = time.monotonic()
         is_open = bool(part) and len(connection.received) <= MAX_LINE_BYTES
-        while is_open and (line := _take_line(connection.received)) is not None:
-            is_open = self._answer(connection, line)
+        while is_open and b"\n" in connection.received:
+            line, _, connection.received = connection.received.partition(b"\n")
+            is_open = self._answer(connection, bytes(line))
         if not is_open:
             self._close(connection)
 
@@ -177,15 +245,6 @@ def notify_service_manager(text: str) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
             sender.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)
-
-
-def _take_line(received: bytearray) -> bytes | None:
-    end = received.find(b"\n") + 1
-    if not end:
-        return None
-    line = bytes(received[:end])
-    del received[:end]
-    return line
 
 
 def _user_name(uid: int) -> str:

@@ -375,11 +375,7 @@ class NodeKeeper:
         return True
 
     def _read_cap(self, device: CapDevice) -> float | None:
-        try:
-            return device.read_cap_w()
-        except CapError as error:
-            self._note(str(error))
-            return None
+        return self._read_sensor(device.read_cap_w)
 
     def _save(self, record: CapRecord) -> bool:
         if record == self._record and record.caps_w:

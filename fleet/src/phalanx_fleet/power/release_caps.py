@@ -1,25 +1,18 @@
 """Release nodes from power control: their devices get the caps of before the first order."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import UsageError
 from phalanx.recipe.validation_errors import suggest_nearest
-from phalanx.run.boot_clock import seconds_since_boot
 from phalanx_fleet.audit_log import find_audit_problem
-from phalanx_fleet.power.committed_power import LevelSum, find_committed_w, find_excesses
-from phalanx_fleet.power.control import (
-    POLL_INTERVAL_S,
-    PowerFleet,
-    PowerReading,
-    check_lease,
-    make_writer_name,
-    power_state_dir,
-)
-from phalanx_fleet.power.links import NodeLinks
+from phalanx_fleet.power.committed_power import LevelSum, find_excesses, list_committed
+from phalanx_fleet.power.control import PowerFleet, PowerReading, check_lease, make_writer_name, power_state_dir
+from phalanx_fleet.power.links import NodeLinks, ask_nodes
 from phalanx_fleet.power.messages import NodeReport, NodeRequest
 from phalanx_fleet.power_tree import PowerTree
+
+ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,11 +79,12 @@ def release_nodes(
         check_lease(reading.reports[name], takes_over)
     epoch, writer = 1 + max((report.epoch for report in reading.reports.values()), default=0), make_writer_name()
     for name in names:
-        taken = ask_node(links, NodeRequest(1, epoch, writer, takes_over=True), name)
+        take = NodeRequest(1, epoch, writer, takes_over=True)
+        taken = ask_nodes(links, {name: take}, ANSWER_TIMEOUT_S).get(name)
         done = None
         if taken is not None and not taken.refusal:
             request = NodeRequest(2, epoch, writer, session=taken.session, releases=True)
-            done = ask_node(links, request, name)
+            done = ask_nodes(links, {name: request}, ANSWER_TIMEOUT_S).get(name)
         failure = "does not answer" if taken is None else taken.refusal
         if taken is not None and not failure:
             failure = "does not answer" if done is None else done.refusal
@@ -98,24 +92,6 @@ def release_nodes(
         entry = {"node": name, "releases": True, "failure": failure, "notes": notes}
         problem = find_audit_problem(power_state_dir(fleet) / "audit.jsonl", [entry])
         yield NodeRelease(name, failure, (*notes, problem) if problem else notes)
-
-
-def ask_node(
-    links: NodeLinks,
-    request: NodeRequest,
-    node: str,
-    timeout_s: float = 10.0,
-    sleep: Callable[[float], None] = time.sleep,
-) -> NodeReport | None:
-    """Send a request and return its answer; None without one in time. Reports of other nodes are dropped."""
-    links.send(node, request)
-    until = seconds_since_boot() + timeout_s
-    while seconds_since_boot() < until:
-        for report in links.receive():
-            if (report.node, report.seq) == (node, request.seq):
-                return report
-        sleep(POLL_INTERVAL_S / 4)
-    return None
 
 
 def list_releases(reports: Mapping[str, NodeReport], nodes: Sequence[str]) -> list[DeviceRelease]:
@@ -139,10 +115,8 @@ def find_release_excesses(
     restored: dict[str, list[float]] = {}
     for each in releases:
         restored.setdefault(each.node, []).append(max(each.original_w, each.cap_w or 0.0))
-    before = [find_committed_w(node.power, bounds, margin) for node, bounds in zip(tree.nodes, bounds_w, strict=True)]
-    after = [
-        find_committed_w(node.power, restored.get(node.name) or bounds, margin)
-        for node, bounds in zip(tree.nodes, bounds_w, strict=True)
-    ]
+    before = list_committed(tree, bounds_w, margin)
+    caps_w = [restored.get(node.name) or bounds for node, bounds in zip(tree.nodes, bounds_w, strict=True)]
+    after = list_committed(tree, caps_w, margin)
     was = {each.label: each.watts for each in find_excesses(tree, before, budgets_w)}
     return [each for each in find_excesses(tree, after, budgets_w) if each.watts > was.get(each.label, 0.0)]

@@ -1,18 +1,22 @@
-"""How fast a job is at each power cap of its devices: a curve from a sweep, made monotone. Pure.
+"""How fast a job is at each power cap: the file of what a sweep has measured, and a monotone curve of it.
 
 Between measured caps speed bends: a straight line is up to 3% too low at the lowest caps. So the curve has points in
-between, on the monotone cubic of Fritsch and Carlson (SIAM J. Numer. Anal. 17, 1980) with the slopes of Brodlie.
-"""
+between, on the monotone cubic of Fritsch and Carlson (SIAM J. Numer. Anal. 17, 1980) with the slopes of Brodlie."""
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
+from phalanx.run.boot_clock import unix_now
+from phalanx.run.directory import Run, write_json
+from phalanx.run.fields import TypedMessage, read_as, to_fields
+from phalanx.safe_files import read_json
 
 Numbers = npt.NDArray[np.float64]
 MOST_DRAW_OVER_CAP = 2.0
@@ -23,6 +27,7 @@ POINTS_BETWEEN = 7
 """Between two measured caps."""
 SWEEP_SPACING = 1.5
 """Exponent of the spacing of caps; 1 would space them equally."""
+FILE_NAME = "power_sweep.json"
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,8 @@ class SpeedCurve:
         """Return the share of the full speed at a cap; below the lowest measured cap, that of the lowest."""
         return float(np.interp(cap_w, self.caps_w, self.speeds))
 
-    def draw_at(self, cap_w: float) -> float:
-        """Return the watts that a device draws at a cap."""
-        return float(np.interp(cap_w, self.caps_w, self.draws_w))
-
-    def cap_at(self, speed: float) -> float:
-        """Return the lowest cap at which the job has a speed; the highest measured one where none has."""
-        return float(self.find_caps(np.array([speed]))[0])
-
     def find_caps(self, speeds: Numbers) -> Numbers:
-        """Return `cap_at` of each of `speeds` [n]."""
+        """Return the lowest cap for each of `speeds` [n]; the highest measured one where none has that speed."""
         known, caps = np.array(self.speeds), np.array(self.caps_w)
         above = np.searchsorted(known, speeds - 1e-12)
         high = np.clip(above, 1, len(known) - 1)
@@ -169,3 +166,60 @@ def choose_sweep_caps(min_w: float, max_w: float, num_caps: int = 5) -> list[flo
     """
     shares = np.linspace(1.0, 0.0, num_caps)[1:-1] ** SWEEP_SPACING
     return [max_w, *(float(round(min_w + (max_w - min_w) * share)) for share in shares), min_w]
+
+
+@dataclass(frozen=True)
+class SweptCap:
+    """What a job did at a cap. `rate`: steps a second; `draw_w` and `most_draw_w`: mean and most of a device, None
+    without a sensor; `is_steady`: whether temperatures were steady, None without a sensor."""
+
+    node_type: str
+    cap_w: float
+    rate: float
+    draw_w: float | None
+    most_draw_w: float | None
+    is_steady: bool | None
+    num_steps: int
+
+
+class PowerSweep(TypedMessage, kw_only=False):
+    """A sweep of a run."""
+
+    caps: tuple[SweptCap, ...]
+    time: float = field(default_factory=unix_now)
+
+    def fit_curves(self) -> dict[str, SpeedCurve]:
+        """Return the monotone curve of each node type. A device without a power sensor counts as drawing its cap.
+
+        Raises:
+            DataError: Fewer than 2 caps, values that are not positive, or a rate that falls by more than noise.
+        """
+        types = dict.fromkeys(each.node_type for each in self.caps)
+        return {
+            name: SpeedCurve.fit(
+                [
+                    SweepPoint(each.cap_w, each.rate, each.cap_w if each.draw_w is None else each.draw_w)
+                    for each in self.caps
+                    if each.node_type == name
+                ]
+            )
+            for name in types
+        }
+
+
+def save_sweep(run: Run, sweep: PowerSweep) -> Path:
+    path = run.path / FILE_NAME
+    write_json(path, to_fields(sweep))
+    return path
+
+
+def load_sweep(run: Path) -> PowerSweep:
+    """Read the sweep of the run at `run`. Raises DataError where there is none, or a damaged one."""
+    path = run / FILE_NAME
+    try:
+        sweep: PowerSweep = read_as(PowerSweep, read_json(path))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no sweep there; `phalanx power sweep FLEET {run} --yes` makes one") from None
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{path}: no sweep ({error})") from None
+    return sweep

@@ -4,12 +4,18 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from phalanx_fleet.simulate.checkpointing import AttemptTime
-from phalanx_fleet.simulate.job_state import JobKey, ProgressingJobs, RunningJobs, SimulatedJob
+from phalanx_fleet.simulate.job_state import (
+    DEMOTED_ORDER,
+    AttemptTime,
+    JobKey,
+    ProgressingJobs,
+    RunningJobs,
+    SchedulingPolicy,
+    SimulatedJob,
+)
 from phalanx_fleet.simulate.node_pool import NodePool, Placement
-from phalanx_fleet.simulate.policies import DEMOTED_ORDER, SchedulingPolicy
 
 BACKFILL_DEPTH = 100
 """Waiting jobs that are tried at an event, as Slurm's bf_max_job_test."""
@@ -33,7 +39,6 @@ class ClusterTime:
 
     @property
     def total(self) -> float:
-        """Sum of all states."""
         return self.used + self.idle + self.spare + self.repair
 
     @property
@@ -53,14 +58,14 @@ class NodeFailure:
     """0: the nodes can be used again at once."""
 
 
-@dataclass
-class AttemptLog:
-    """Attempts of all jobs, for the power that they drew."""
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt of a job, given by its index, for the power that it drew."""
 
-    start_s: list[float] = field(default_factory=list)
-    end_s: list[float] = field(default_factory=list)
-    jobs: list[int] = field(default_factory=list)
-    times: list[AttemptTime] = field(default_factory=list)
+    start_s: float
+    end_s: float
+    job: int
+    time: AttemptTime
 
 
 @dataclass
@@ -70,7 +75,7 @@ class ClusterOutcome:
     end_s: float
     jobs: Sequence[SimulatedJob]
     time: ClusterTime
-    attempts: AttemptLog
+    attempts: list[Attempt]
     node_states: list[tuple[float, int]]
     """Nodes in repair from each time on."""
     stops_by_cause: dict[int, int]
@@ -110,14 +115,13 @@ class ClusterSimulation:
         self._on_node: list[set[SimulatedJob]] = [set() for _ in range(pool.num_nodes)]
         self._count = 0
         self._may_preempt = False
-        self._time, self._log = ClusterTime(), AttemptLog()
+        self._time, self._attempts = ClusterTime(), list[Attempt]()
         self._node_states = [(0.0, 0)]
         self._repaired_s: dict[int, float] = {}
         self._stops: dict[int, int] = {}
         self._requeue_wait = 0.0
 
     def run(self) -> ClusterOutcome:
-        """Simulate all events."""
         submitted, failed = 0, 0
         jobs, failures = self._jobs, self._failures
         while submitted < len(jobs) or self._running or self._waiting:
@@ -142,13 +146,7 @@ class ClusterSimulation:
             self._schedule()
         self._finish_simulation()
         return ClusterOutcome(
-            self._now_s,
-            jobs,
-            self._time,
-            self._log,
-            self._node_states,
-            self._stops,
-            self._requeue_wait,
+            self._now_s, jobs, self._time, self._attempts, self._node_states, self._stops, self._requeue_wait
         )
 
     def _drop_void_events(self) -> None:
@@ -168,7 +166,7 @@ class ClusterSimulation:
         if math.isfinite(self._until_s):
             self._advance(self._until_s)
         for job in list(self._running):
-            self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))
+            self._preempt(job)
 
     def _handle(self, kind: str, subject: SimulatedJob | int, version: int) -> None:
         if isinstance(subject, int):
@@ -268,10 +266,7 @@ class ClusterSimulation:
         total.wasted += time.wasted_s * devices
         total.unavailable += time.unavailable_s * devices
         total.throttled += time.throttled_s * devices
-        self._log.start_s.append(start_s)
-        self._log.end_s.append(self._now_s)
-        self._log.jobs.append(self._ids[id(job)])
-        self._log.times.append(time)
+        self._attempts.append(Attempt(start_s, self._now_s, self._ids[id(job)], time))
 
     def _preempt(self, job: SimulatedJob) -> None:
         self._stop(job, job.costs.split_preempted(job.elapsed_s(self._now_s)))

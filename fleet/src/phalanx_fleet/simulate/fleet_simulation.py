@@ -11,34 +11,30 @@ from phalanx.planner.storage_costs import SECONDS_PER_DAY
 from phalanx_fleet.fleet_file import FleetFile, expand_entries, expand_names
 from phalanx_fleet.power_tree import NodePower, PowerTree
 from phalanx_fleet.simulate.cluster_simulation import ClusterOutcome, ClusterSimulation
-from phalanx_fleet.simulate.failures import (
-    NodeHistory,
-    find_rates,
-    merge_level_failures,
-    sample_failures,
-    sample_level_failures,
-)
-from phalanx_fleet.simulate.job_source import make_costs, sample_jobs
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import POLICY_CLASSES, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import make_policy
 from phalanx_fleet.simulate.power_model import (
     SAVE_ACTIVITY,
+    GroupOutcome,
     add_histories,
     device_power,
     find_cap_speed,
     measure_power,
+    set_clocks,
     supply_power,
+)
+from phalanx_fleet.simulate.random_events import (
+    NodeHistory,
+    find_rates,
+    make_costs,
+    merge_level_failures,
+    sample_failures,
+    sample_jobs,
+    sample_level_failures,
 )
 from phalanx_fleet.simulate.site_hours import FleetHours, SiteFigures, measure_site
 from phalanx_fleet.simulate.site_series import SiteHours
-from phalanx_fleet.simulate.throttling import GroupOutcome, set_clocks
-from phalanx_fleet.simulation_settings import (
-    REPLAY_CLASS,
-    CheckpointEntry,
-    JobClassEntry,
-    SimulationSettings,
-)
+from phalanx_fleet.simulation_settings import REPLAY_CLASS, CheckpointEntry, JobClassEntry, SimulationSettings
 from phalanx_fleet.thermal.device_series import Values
 
 LEVEL_STREAM = (0, 3)
@@ -111,7 +107,7 @@ def group_nodes(fleet: FleetFile, tree: PowerTree, settings: SimulationSettings)
         first = tree.nodes[members[0]]
         group = groups.setdefault(first.type_name, NodeTypeGroup(first.type_name, first.power, [], 0))
         batch, age = batches.get(tree.levels[rack].name, (None, 0.0))
-        above = [level.label for level in tree.list_levels(members[0])]
+        above = [tree.levels[level].label for level in tree.list_above(members[0])]
         group.nodes.extend([NodeHistory(batch, age, tuple(above))] * len(members))
         group.num_racks += 1
     return list(groups.values())
@@ -183,15 +179,11 @@ def _simulate_once(
         if allowed_power is not None:
             set_clocks(jobs, group.power, settings.power_cap, allowed_power)
         failures = sample_failures(
-            settings.failures,
-            group.nodes,
-            group.power.num_devices,
-            until_s,
-            np.random.default_rng([seed, index, 2]),
+            settings.failures, group.nodes, group.power.num_devices, until_s, np.random.default_rng([seed, index, 2])
         )
         failures = merge_level_failures(failures, level_failures, group.nodes)
         last_s = math.inf if trace is not None and index == 0 else until_s
-        outcome = ClusterSimulation(pool, jobs, make_policy(settings.policy), failures, last_s).run()
+        outcome = ClusterSimulation(pool, jobs, POLICY_CLASSES[settings.policy](), failures, last_s).run()
         outcomes.append((group, outcome, classes))
         rates = find_rates(settings.failures, group.nodes, group.power.num_devices)
         for name, entry in classes.items():

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 Placement = tuple[tuple[int, int], ...]
 """Nodes of a job with the devices that it has on each."""
 
@@ -26,8 +24,6 @@ class NodePool:
         self._spares = list(range(num_nodes - num_spares, num_nodes))
         self._down: set[int] = set()
         self._by_free[devices_per_node] = dict.fromkeys(range(num_nodes - num_spares))
-        self.in_service = np.arange(num_nodes) < num_nodes - num_spares
-        """By node: false for spare nodes and those in repair."""
         self.free_devices = (num_nodes - num_spares) * devices_per_node
         self.least_refused = math.inf
         """Least devices for which there was no place since some became free: nor is there one for more."""
@@ -48,7 +44,6 @@ class NodePool:
         return (self.num_nodes - self.num_spares) * self.devices_per_node
 
     def is_down(self, node: int) -> bool:
-        """Return whether a node is in repair."""
         return node in self._down
 
     def place(self, devices: int) -> Placement | None:
@@ -121,7 +116,6 @@ class NodePool:
         return True
 
     def release(self, placement: Placement) -> None:
-        """Give devices back."""
         self.least_refused = math.inf
         for node, count in placement:
             self._set_free(node, self._free[node] + count)
@@ -132,7 +126,6 @@ class NodePool:
             self._spares.remove(node)
         else:
             del self._by_free[self._free[node]][node]
-            self.in_service[node] = False
             self.free_devices -= self._free[node]
             if self._spares:
                 self._add(self._spares.pop())
@@ -149,7 +142,6 @@ class NodePool:
     def _add(self, node: int) -> None:
         self.least_refused = math.inf
         self._free[node] = self.devices_per_node
-        self.in_service[node] = True
         self._by_free[self.devices_per_node][node] = None
         self.free_devices += self.devices_per_node
 

@@ -8,8 +8,7 @@ import numpy as np
 from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.report import render_charts
-from phalanx_fleet.simulate.differences import describe_differences
-from phalanx_fleet.simulate.figures import compare_variants
+from phalanx_fleet.simulate.figures import compare_variants, describe_differences
 from phalanx_fleet.simulate.site_hours import FleetHours
 from phalanx_fleet.simulate.site_series import HOURS_PER_DAY, format_hour
 from phalanx_fleet.simulate.variants import SimulatedVariant
@@ -21,7 +20,6 @@ MOST_STACKED_POINTS = 480
 
 
 def render_simulation_html(variants: Sequence[SimulatedVariant]) -> str:
-    """The whole document."""
     name = variants[0].fleet_name
     return render_document(f"{name}: simulation", _render_body(variants), f"Phalanx simulation of {name}")
 
@@ -29,6 +27,11 @@ def render_simulation_html(variants: Sequence[SimulatedVariant]) -> str:
 def _render_body(variants: Sequence[SimulatedVariant]) -> str:
     """That page without its frame."""
     table, base = compare_variants(variants), variants[0]
+    differences_html = ""
+    if (differences := describe_differences(variants)) is not None:
+        differences_html = f'<h2>Differences</h2><p class="note">{escape(differences.head)}</p>' + render_figure_table(
+            "Differences", differences.columns, differences.rows, differences.notes
+        )
     start = ""
     if base.site_hours.list_series():
         start = f" Day 0 is {format_hour(base.site_hours.start_hour)}."
@@ -38,18 +41,8 @@ def _render_body(variants: Sequence[SimulatedVariant]) -> str:
 <h2>Course of the first seed</h2>
 <p class="note">Means of each hour.{escape(start)} Devices are those of the first variant.</p>
 <div id="charts">{render_charts(build_timeline_charts(variants))}</div>
-{render_differences(variants)}
+{differences_html}
 <h2>Comparison</h2>{render_figure_table("Comparison", table.columns, table.rows, table.notes)}"""
-
-
-def render_differences(variants: Sequence[SimulatedVariant]) -> str:
-    """The differences of variants to the file as it is, with their intervals; empty without variants."""
-    table = describe_differences(variants)
-    if table is None:
-        return ""
-    return f'<h2>Differences</h2><p class="note">{escape(table.head)}</p>' + render_figure_table(
-        "Differences", table.columns, table.rows, table.notes
-    )
 
 
 def render_figure_table(label: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:

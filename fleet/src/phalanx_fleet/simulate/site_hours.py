@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.errors import UsageError
-from phalanx_fleet.simulate.power_model import integrate_steps
+from phalanx_fleet.simulate.power_model import (
+    GroupOutcome,
+    PowerStep,
+    find_allowed_power,
+    integrate_steps,
+    list_power_steps,
+)
 from phalanx_fleet.simulate.site_series import SECONDS_PER_HOUR, SiteHours
-from phalanx_fleet.simulate.throttling import GroupOutcome, PowerStep, find_allowed_power, list_power_steps
 from phalanx_fleet.site_settings import SiteConditions
 from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant import PlantControls, PlantHours, simulate_plant
@@ -34,7 +39,6 @@ class FleetHours:
     num_devices: int
     waiting_jobs: Values
     pue: Values
-    water_l: Values
     supply_c: Values
     """NaN without a plant."""
     allowed_power: Values
@@ -49,7 +53,6 @@ class FleetHours:
 
     @property
     def site_kwh(self) -> Values:
-        """Energy of each hour."""
         return self.site_w * self.duration_h / WATTS_PER_KILOWATT
 
 
@@ -115,10 +118,7 @@ def measure_site(
         figures.core_max_c = float((found.coolant_c + highest * (found.core_c - found.coolant_c)).max())
     price, carbon = (
         np.full_like(it_w, fixed) if series is None else series.select(hours.start_hour, len(it_w))[0]
-        for fixed, series in (
-            (site.price_per_kwh, hours.price),
-            (site.carbon_g_per_kwh, hours.carbon),
-        )
+        for fixed, series in ((site.price_per_kwh, hours.price), (site.carbon_g_per_kwh, hours.carbon))
     )
     timeline = FleetHours(
         duration_h=duration_h,
@@ -129,7 +129,6 @@ def measure_site(
         num_devices=sum(group.num_nodes * group.power.num_devices for group in groups),
         waiting_jobs=_sum_groups(groups, until_s, _waiting_steps),
         pue=pue,
-        water_l=water_l,
         supply_c=supply_c,
         allowed_power=allowed_power,
         price_per_kwh=price,

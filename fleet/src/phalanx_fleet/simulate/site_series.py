@@ -1,6 +1,6 @@
 """Hours of a site from CSV files: weather, price and carbon, aligned on UTC."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,12 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.csv_table import check_names, open_csv, read_number
+from phalanx_fleet.csv_table import MAX_TIME_S, check_names, open_csv, parse_time, read_number
 from phalanx_fleet.site_settings import HourlyFile, SiteConditions
+from phalanx_fleet.thermal.cooling_tower import find_wet_bulb
+from phalanx_fleet.thermal.device_series import Values
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
-from phalanx_fleet.thermal.series_csv import MAX_TIME_S, parse_time
-from phalanx_fleet.thermal.weather import read_weather
 
+WEATHER_LIMITS: Mapping[str, tuple[float, float]] = {
+    "dry_bulb_c": (-60.0, 60.0),
+    "wet_bulb_c": (-60.0, 45.0),
+    "relative_humidity_pct": (0.0, 100.0),
+}
+
+MAX_WET_OVER_DRY_K = 0.5
+"""Rounding of fog: there both are equal."""
 SECONDS_PER_HOUR = 3600.0
 HOURS_PER_DAY = 24
 DAYS_PER_YEAR = 365.25
@@ -27,6 +35,66 @@ MOST_MISSING_SHARE = 0.05
 PRICE_COLUMNS = {"price_per_kwh": 1.0, "price_per_mwh": 1e-3}
 CARBON_COLUMNS = {"carbon_g_per_kwh": 1.0}
 VALUE_LIMITS = (-1e6, 1e6)
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Hours in order."""
+
+    times: list[str]
+    dry_bulb_c: Values
+    wet_bulb_c: Values
+
+
+def read_weather(path: Path, columns: Mapping[str, str], site: str | None = None) -> Weather:
+    """Read a CSV file with columns time, dry_bulb_c, and wet_bulb_c or relative_humidity_pct; `site` chooses rows by
+    column site. Rows without values are left out.
+
+    Raises UsageError for columns or a site that are not there, DataError with the line for a value that is none.
+    """
+    known = ("time", "site", *WEATHER_LIMITS)
+    check_names(f"{path}: columns:", columns, known)
+    names = {name: columns.get(name, name) for name in known}
+    rows: list[tuple[str, list[float]]] = []
+    sites = set()
+    with open_csv(path) as table:
+        needed = ["time", "dry_bulb_c", *([] if site is None else ["site"]), *columns]
+        missing = [name for name in needed if names[name] not in table.columns]
+        if not missing and not {names["wet_bulb_c"], names["relative_humidity_pct"]} & set(table.columns):
+            missing = ["wet_bulb_c"]
+        if missing:
+            raise UsageError(
+                f"{path}: no column {names[missing[0]]}, found {table.describe_columns()}; name it in the fleet file "
+                f"by `columns: {{{missing[0]}: COLUMN}}`"
+            )
+        for number, row in table.iterate(names):
+            sites.add(row.get("site"))
+            if site is None or row["site"] == site:
+                rows.append((row["time"], _read_weather_row(path, number, row)))
+    rows = [(time, values) for time, values in rows if not np.isnan(values[0]) and not np.isnan(values[1:]).all()]
+    if not rows:
+        there = f"; sites are {', '.join(sorted(map(str, sites)))}" if site is not None and sites else ""
+        raise DataError(f"{path}: no hour{'' if site is None else f' of site {site}'}{there}")
+    dry, wet, humidity = np.array([values for _, values in rows]).T
+    unknown = np.isnan(wet)
+    if np.any(unknown):
+        if len(rows) > 1 and np.max(humidity[unknown]) <= 1.0:
+            raise DataError(
+                f"{path}: relative_humidity_pct is {np.max(humidity[unknown]):g} at most; expected percent, not shares"
+            )
+        wet[unknown] = find_wet_bulb(dry[unknown], humidity[unknown] / 100)
+    return Weather([time for time, _ in rows], dry, wet)
+
+
+def _read_weather_row(path: Path, number: int, row: Mapping[str, str]) -> list[float]:
+    """Dry bulb, wet bulb and humidity; NaN for what is missing."""
+    values = [read_number(path, number, name, row.get(name), limits) for name, limits in WEATHER_LIMITS.items()]
+    if values[1] > values[0] + MAX_WET_OVER_DRY_K:
+        raise DataError(
+            f"{path}:{number}: wet_bulb_c {values[1]:g} is above dry_bulb_c {values[0]:g}, which cannot be; are the "
+            "columns exchanged?"
+        )
+    return values
 
 
 @dataclass(frozen=True)

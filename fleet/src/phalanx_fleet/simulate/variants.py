@@ -15,7 +15,7 @@ from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx_fleet.fleet_file import FleetFile, load_fleet_file
 from phalanx_fleet.power_tree import BudgetLevel, NodePower, build_power_tree
 from phalanx_fleet.simulate.fleet_simulation import JobTrace, SimulationResult, group_nodes, simulate_fleet
-from phalanx_fleet.simulate.job_source import read_job_trace
+from phalanx_fleet.simulate.random_events import read_job_trace
 from phalanx_fleet.simulate.site_series import SiteHours, load_site_hours
 from phalanx_fleet.simulation_settings import REPLAY_CLASS, REPLAY_KEYS, SimulationSettings
 
@@ -63,7 +63,6 @@ def simulate_variants(
     variants: Sequence[str],
     replay: Path | None,
     seeds: int | None,
-    settings: Sequence[str] = (),
 ) -> list[SimulatedVariant]:
     """Simulate a fleet file as it is, and once for each variant: a text of settings such as "spares=0.04 days=90".
 
@@ -74,16 +73,15 @@ def simulate_variants(
         variants: Settings of each variant.
         replay: CSV file of jobs, instead of those of the file.
         seeds: Simulations of each; by default the file's.
-        settings: Settings of all variants, such as simulate.days=30; a variant may not have them.
 
     Raises RecipeError for a wrong file or setting, DataError for a wrong trace, UsageError for jobs that can never run.
     """
     if not all(each.strip() for each in variants):
         raise UsageError("--what: expected KEY=VALUE, such as spares=0.04")
     trace = None if replay is None else read_job_trace(replay)
-    base = _simulate_variant(path, "", settings, trace, seeds)
+    base = _simulate_variant(path, "", trace, seeds)
     number = len(base.results)
-    return [base, *(_simulate_variant(path, label, settings, trace, number) for label in variants)]
+    return [base, *(_simulate_variant(path, label, trace, number) for label in variants)]
 
 
 def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationResult], float]) -> SeedSpread:
@@ -98,7 +96,6 @@ def spread_over_seeds(variant: SimulatedVariant, figure: Callable[[SimulationRes
 def _simulate_variant(
     path: Path,
     label: str,
-    common: Sequence[str],
     trace: JobTrace | None,
     seeds: int | None,
 ) -> SimulatedVariant:
@@ -116,16 +113,13 @@ def _simulate_variant(
     keys = [each.partition("=")[0].strip() for each in overrides]
     if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
         raise UsageError(f"--what {label}: {twice[0]} is there twice; variants of one setting are a --what each")
-    given = {each.partition("=")[0] for each in common}
-    if taken := [each for each in overrides if each.partition("=")[0] in given]:
-        raise RecipeError(f"override {taken[0]}: the same is given for all variants; leave it out")
     if any(key.startswith(PLANT_KEY) for key in keys) and "simulate.site.plant.design_it" not in keys:
         _check_plant_is_given(path, overrides)
-    fleet, locations = load_fleet_file(path, [*overrides, *common])
+    fleet, locations = load_fleet_file(path, overrides)
     settings = fleet.simulate
     if settings is None or not (settings.jobs or trace):
         raise UsageError(f"{path}: no jobs to simulate; add `simulate: {{jobs: ...}}`, or give --replay JOBS.csv")
-    for override in (*overrides, *common):
+    for override in overrides:
         _check_effect(override, settings, trace is not None)
     tree = build_power_tree(fleet, locations)
     groups = group_nodes(fleet, tree, settings)

@@ -73,11 +73,9 @@ class MqttSource:
         return [f"{self.name}: {problem}" for problem in self._points.find_problems(self._clock())]
 
     def read(self) -> ServiceReading:
-        """The newest values of all racks, with their age."""
         return ServiceReading(racks=self._points.read(self._wall_clock(), self._clock()))
 
     def close(self) -> None:
-        """Leave the bus."""
         self._subscriber.stop()
 
     def _on_message(self, topic: str, payload: bytes) -> None:

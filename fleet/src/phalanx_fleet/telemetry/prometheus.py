@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from phalanx.std_streams import escape_control_chars
@@ -57,21 +57,6 @@ TEXT_FIELDS = {"id", "name"}
 FIELD_NAMES = {kind: frozenset(each.name for each in fields(kind)) for kind in (HostSample, DeviceSample)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrometheusOptions:
-    """How a metrics endpoint is read."""
-
-    url: str
-    """Such as http://node1:9400/metrics, or http://prometheus:9090/federate?match[]={Hostname="node1"}."""
-    renewal_s: float = RENEWAL_S
-    """Seconds between new values there."""
-
-
-def open_prometheus(options: PrometheusOptions) -> "PrometheusSource":
-    """Open the endpoint that `options` names. SourceUnavailableError where it does not answer or has no accelerator."""
-    return PrometheusSource(options.url, time.time, renewal_s=options.renewal_s)
-
-
 def fetch_page(url: str) -> str:
     """The text at `url`. OSError where it is not answered in time, ValueError for no such address."""
     try:
@@ -91,16 +76,21 @@ def fetch_page(url: str) -> str:
 
 
 class PrometheusSource:
-    """The accelerators that a metrics endpoint lists. `fetch` returns the text of a page, or raises OSError.
+    """The accelerators that a metrics endpoint lists.
 
-    `now` returns seconds since the epoch, for values that carry their time. Raises SourceUnavailableError where the
-    endpoint does not answer at first; later its devices are missing.
+    Args:
+        url: Such as http://node1:9400/metrics, or http://prometheus:9090/federate?match[]={Hostname="node1"}.
+        now: Returns seconds since the epoch, for values that carry their time.
+        fetch: Returns the text of a page, or raises OSError.
+        renewal_s: Seconds between new values there.
+
+    Raises SourceUnavailableError where the endpoint does not answer at first; later its devices are missing.
     """
 
     def __init__(
         self,
         url: str,
-        now: Callable[[], float],
+        now: Callable[[], float] = time.time,
         fetch: Callable[[str], str] = fetch_page,
         renewal_s: float = RENEWAL_S,
     ):
@@ -135,13 +125,11 @@ class PrometheusSource:
         families, now = text_string_to_metric_families(self._fetch(self._url)), self._now()
         late_after_s = LATE_AFTER_RENEWALS * self._renewal_s
         found = read_dcgm_metrics((each for family in families for each in family.samples), now, late_after_s)
-        return tuple(self._check(device, now) for device in found)
-
-    def _check(self, device: DeviceSample, now: float) -> DeviceSample:
-        """The device; without values where the exporter has frozen: its other values are old ones, too."""
-        if self._checker.is_frozen(device, now, self._renewal_s):
-            return DeviceSample(id=device.id, name=device.name)
-        return device
+        # where the exporter has frozen, its other values are old ones, too
+        return tuple(
+            DeviceSample(id=each.id, name=each.name) if self._checker.is_frozen(each, now, self._renewal_s) else each
+            for each in found
+        )
 
 
 def read_dcgm_metrics(

@@ -17,7 +17,7 @@ from typing import Literal
 
 from phalanx.safe_files import parse_json
 from phalanx.std_streams import escape_control_chars
-from phalanx_fleet.telemetry.service_reading import RackSample, read_number
+from phalanx_fleet.telemetry.service_reading import RackSample, check_liquid_value, read_number
 
 METADATA_ROOT, VALUE_ROOT = "BMS/v1/PUB/Metadata/", "BMS/v1/PUB/Value/"
 METADATA_PREFIX, VALUE_PREFIX = f"{METADATA_ROOT}Rack/", f"{VALUE_ROOT}Rack/"
@@ -34,19 +34,15 @@ MAX_REFUSED_SHOWN = 10
 MAX_MESSAGE_BYTES = 64 << 10
 GOOD_QUALITY = 1
 BINARY_STATES = {0.0: False, 1.0: True}
-LEAK_COLUMN = "has_leak"
 
 
 @dataclass(frozen=True, slots=True)
 class RackPoint:
-    """A type of point: the field of a sample that it gives, its unit on the bus, the factor to ours, its range."""
+    """A type of point: the field of a sample that it gives, its unit on the bus, the factor to ours."""
 
     column: str
     unit: str | None
     factor: float = 1.0
-    low: float = 0.0
-    high: float = math.inf
-    """A value outside of its range, in the bus's unit, is a code and no measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,6 @@ class RackPoints:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def receive(self, topic: str, payload: bytes, time_s: float) -> None:
-        """Take in a message."""
         with self._lock:
             if topic.startswith(HEARTBEAT_PREFIX):
                 self._receive_heartbeat(topic, payload, time_s)
@@ -138,9 +133,10 @@ class RackPoints:
         if received is None or received.value is None or self._is_silent(time_s):
             return None, None
         age_s = received.age_s(wall_time, time_s)
-        if age_s > LATE_AFTER_INTERVALS * self.republish_interval_s or not kind.low <= received.value <= kind.high:
+        value = check_liquid_value(kind.column, received.value * kind.factor)  # outside of its range is a code
+        if value is None or age_s > LATE_AFTER_INTERVALS * self.republish_interval_s:
             return None, None
-        return received.value * kind.factor, max(0.0, age_s)
+        return value, max(0.0, age_s)
 
     def _receive_heartbeat(self, topic: str, payload: bytes, time_s: float) -> None:
         """A heartbeat that repeats its time is one of a gateway without its system."""
@@ -226,37 +222,39 @@ def _parse_object(payload: bytes) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
+SUPPLY_POINT, RETURN_POINT = RackPoint("supply_temperature_c", "C"), RackPoint("return_temperature_c", "C")
+FLOW_POINT, PRESSURE_POINT = RackPoint("flow_l_per_min", "LPM"), RackPoint("differential_pressure_pa", "kPa", 1e3)
+LEAK_POINT, SET_POINT = RackPoint("has_leak", None), RackPoint("set_point_c", "C")
 RACK_POINTS = {
-    "RackLiquidSupplyTemperature": RackPoint("supply_temperature_c", "C", 1.0, -40.0, 150.0),
-    "RackLiquidReturnTemperature": RackPoint("return_temperature_c", "C", 1.0, -40.0, 150.0),
-    "RackLiquidFlow": RackPoint("flow_l_per_min", "LPM", 1.0, 0.0, 30_000.0),
-    "RackLiquidDifferentialPressure": RackPoint("differential_pressure_pa", "kPa", 1e3, -1000.0, 10_000.0),
-    "RackControlValvePosition": RackPoint("valve_position", "%", 0.01, 0.0, 100.0),
-    "RackPower": RackPoint("power_w", "kW", 1e3, 0.0, 10_000.0),
-    "RackLeakDetect": RackPoint(LEAK_COLUMN, None, high=1.0),
-    "RackLeakSensorFault": RackPoint("has_leak_sensor_fault", None, high=1.0),
+    "RackLiquidSupplyTemperature": SUPPLY_POINT,
+    "RackLiquidReturnTemperature": RETURN_POINT,
+    "RackLiquidFlow": FLOW_POINT,
+    "RackLiquidDifferentialPressure": PRESSURE_POINT,
+    "RackControlValvePosition": RackPoint("valve_position", "%", 0.01),
+    "RackPower": RackPoint("power_w", "kW", 1e3),
+    "RackLeakDetect": LEAK_POINT,
+    "RackLeakSensorFault": RackPoint("has_leak_sensor_fault", None),
 }
-CDU_SET_POINT = RackPoint("set_point_c", "C", 1.0, -40.0, 150.0)
-CDU_TYPES = ("LiquidTemperature", "LiquidFlow", "LiquidDifferentialPressure", "LeakDetect")
+CDU_POINTS = {
+    ("LiquidTemperature", "supply"): SUPPLY_POINT,
+    ("LiquidTemperature", "return"): RETURN_POINT,
+    ("LiquidFlow", ""): FLOW_POINT,
+    ("LiquidDifferentialPressure", ""): PRESSURE_POINT,
+}
+"""By type, and the side of the secondary loop."""
+CDU_TYPES = ("LeakDetect", *(point_type for point_type, _ in CDU_POINTS))
 
 
 def find_cdu_point(point_type: str, metadata: Mapping[str, object]) -> RackPoint | None:
     """Return what a point of a CDU gives; None for one that is not read, such as those of its primary side."""
+    if point_type == "LeakDetect":
+        return LEAK_POINT
     areas = metadata.get("processArea")
     sides = {str(each).lower() for each in areas} if isinstance(areas, list) else set()
-    is_set_point = metadata.get("isSetpoint") is True
-    if point_type == "LeakDetect":
-        return RackPoint(LEAK_COLUMN, None, high=1.0)
     if "secondary" not in sides:
         return None
-    if point_type == "LiquidTemperature" and "supply" in sides:
-        return CDU_SET_POINT if is_set_point else RackPoint("supply_temperature_c", "C", 1.0, -40.0, 150.0)
-    if is_set_point:
-        return None
-    if point_type == "LiquidTemperature" and "return" in sides:
-        return RackPoint("return_temperature_c", "C", 1.0, -40.0, 150.0)
-    if point_type == "LiquidFlow":
-        return RackPoint("flow_l_per_min", "LPM", 1.0, 0.0, 30_000.0)
-    if point_type == "LiquidDifferentialPressure":
-        return RackPoint("differential_pressure_pa", "kPa", 1e3, -1000.0, 10_000.0)
-    return None
+    known = ("supply", "return") if point_type == "LiquidTemperature" else ()
+    side = next((each for each in known if each in sides), "")
+    if metadata.get("isSetpoint") is True:
+        return SET_POINT if side == "supply" else None
+    return CDU_POINTS.get((point_type, side))

@@ -12,43 +12,29 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 from pydantic import Field
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.errors import UsageError
 from phalanx.telemetry.sample import HostSample, SourceUnavailableError
-from phalanx_fleet.latest_reading import sum_of_all
 from phalanx_fleet.telemetry.credentials import Credentials, check_ca_file, find_credentials, parse_service_url
-from phalanx_fleet.telemetry.polling import PollingThread
-from phalanx_fleet.telemetry.redfish_values import (
-    SERVICE_ROOT,
-    RedfishAccessError,
-    RedfishLayoutError,
-    RedfishStatusError,
-    RedfishUnreachableError,
-    Resource,
-    count_failed_rotors,
-    find_first,
-    get_link,
-    get_list,
-    get_optional,
-    get_resource,
-    list_member_paths,
-    list_names,
-    read_power,
-    read_state,
-    read_temperature,
+from phalanx_fleet.telemetry.service_reading import (
+    AccessError,
+    PolledSource,
+    PollingThread,
+    RefusalError,
+    ServiceError,
+    ServiceReading,
+    StartPollingFn,
+    read_number,
+    sum_of_all,
 )
-from phalanx_fleet.telemetry.service_reading import ServiceReading
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-LATE_AFTER_INTERVALS = 3
-"""A value that is older is missing."""
-SampleT = TypeVar("SampleT", covariant=True)
 FIELD_LABELS = {
     "node_power_w": "node power",
     "inlet_temperature_c": "inlet temperature",
@@ -60,6 +46,13 @@ POWER_LINKS = ("PowerSubsystem", "Power")
 INLET_CONTEXTS = ("Intake",)
 CPU_CONTEXTS = ("CPU", "CPUSubsystem")
 """Values of PhysicalContext."""
+Resource = Mapping[str, object]
+
+SERVICE_ROOT = "/redfish/v1/"
+BLANK_POWERS_W = frozenset((2**15 - 1, 2**16 - 1, 2**31 - 1, 2**32 - 1))
+"""The largest numbers of a controller's types: "no value"."""
+MAX_TEMPERATURE_C = 200.0
+"""Above it is a code, such as 255."""
 
 
 class ControllerOptions(StrictModel):
@@ -85,103 +78,54 @@ class RedfishOptions(ControllerOptions):
     """Id of the chassis that is the node; needed where several outermost ones have sensors."""
 
 
-class ResourceReader(Protocol[SampleT]):
+class ResourceReader(Protocol):
     """Reads what is wanted of one controller."""
 
-    def read(self) -> SampleT:
+    def read_service(self) -> ServiceReading:
         """Read all values. A value that is refused, null, absent or a blank code is None."""
         ...
 
 
-class RedfishPoller(Generic[SampleT]):
-    """The newest values of a controller. `make_reader` finds where it has them; `start_polling` calls a function at an
-    interval in the background.
-
-    Raises SourceUnavailableError where the controller does not answer at first; later its values are missing.
-    """
+class ControllerSource(PolledSource):
+    """What a controller serves. `make_reader` finds where it has its values. Others as of PolledSource."""
 
     def __init__(
         self,
         options: ControllerOptions,
         client: "SushyClient",
-        make_reader: "Callable[[SushyClient], ResourceReader[SampleT]]",
-        clock: Callable[[], float] = time.monotonic,
-        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+        make_reader: "Callable[[SushyClient], ResourceReader]",
+        empty: ServiceReading,
+        clock: Callable[[], float],
+        start_polling: StartPollingFn,
     ):
-        self._options, self._client, self._make_reader, self._clock = options, client, make_reader, clock
-        self._reader: ResourceReader[SampleT] | None = None
-        self._newest: tuple[float, SampleT] | None = None
-        self._is_refused = False
+        self._client, self._make_reader = client, make_reader
+        self._reader: ResourceReader | None = None
+        super().__init__(options.url, options.interval_s, client, empty, clock, start_polling)
+
+    def ask(self) -> ServiceReading:
         try:
-            self._newest = self._read_resources()
-        except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
-            client.close()
-            raise SourceUnavailableError(f"{options.url}: {error}") from error
-        self._polling = start_polling(self._poll, options.interval_s)
-
-    def read(self) -> tuple[SampleT | None, float]:
-        """Return the newest values and their age; None where they are late, or the controller does not answer."""
-        newest = self._newest
-        if newest is None:
-            return None, 0.0
-        age_s = self._clock() - newest[0]
-        return (None if age_s > LATE_AFTER_INTERVALS * self._options.interval_s else newest[1]), age_s
-
-    def close(self) -> None:
-        """Stop asking, and end the session at the controller."""
-        self._polling.stop()
-        self._client.close()
-
-    def _poll(self) -> None:
-        """Ask once. Where the controller does not answer, all values are missing until it does."""
-        if self._is_refused:
-            return
-        try:
-            self._newest = self._read_resources()
-        except RedfishAccessError as error:
-            logger.warning(
-                "telemetry: %s: %s; it is asked no more, since this may lock the user", self._options.url, error
-            )
-            self._newest, self._is_refused = None, True
-        except (RedfishUnreachableError, RedfishStatusError, RedfishLayoutError) as error:
-            if self._newest is not None:
-                logger.info("telemetry: %s: %s", self._options.url, error)
-            self._newest, self._reader = None, None  # after a restart its resources may be others
-
-    def _read_resources(self) -> tuple[float, SampleT]:
-        """A time before the values were measured, and the values."""
-        if self._reader is None:
-            self._reader = self._make_reader(self._client)
-        begin = self._clock()
-        return begin, self._reader.read()
+            self._reader = self._reader or self._make_reader(self._client)
+            return self._reader.read_service()
+        except ServiceError:
+            self._reader = None  # after a restart its resources may be others
+            raise
 
 
-class RedfishSource:
-    """The power, temperatures and fans of one node. Arguments and errors as of RedfishPoller."""
+class RedfishSource(ControllerSource):
+    """The power, temperatures and fans of one node. Arguments and errors as of PolledSource."""
 
     def __init__(
         self,
         options: RedfishOptions,
         client: "SushyClient",
         clock: Callable[[], float] = time.monotonic,
-        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+        start_polling: StartPollingFn = PollingThread,
     ):
-        self.name = options.url
-        self._poller = RedfishPoller(
-            options, client, lambda found: ChassisReader(found, options.chassis), clock, start_polling
-        )
-        first, _ = self._poller.read()
-        lacking = [label for column, label in FIELD_LABELS.items() if getattr(first, column, None) is None]
+        empty = ServiceReading(host=HostSample())
+        super().__init__(options, client, lambda c: ChassisReader(c, options.chassis), empty, clock, start_polling)
+        first = self.read().host
+        lacking = [label for column, label in FIELD_LABELS.items() if getattr(first, column) is None]
         self.problems = [f"{options.url}: serves no {', no '.join(lacking)}"] if lacking else []
-
-    def read(self) -> ServiceReading:
-        """The newest values with their age. None of them where they are late."""
-        host, age_s = self._poller.read()
-        return ServiceReading(host=host or HostSample(), host_age_s=age_s)
-
-    def close(self) -> None:
-        """Stop asking, and end the session at the controller."""
-        self._poller.close()
 
 
 def open_redfish(options: RedfishOptions, environment: Mapping[str, str] = os.environ) -> RedfishSource:
@@ -229,14 +173,12 @@ class SushyClient:
             self._auth = sushy.auth.SessionOrBasicAuth(credentials.user, credentials.password)
 
     def get(self, path: str) -> Resource:
-        """Read a resource."""
         found = self._ask(lambda: self._connector.get(path).json(), path)
         if not isinstance(found, dict):
-            raise RedfishStatusError(f"{path} is no resource of Redfish")
+            raise RefusalError(f"{path} is no resource of Redfish")
         return found
 
     def close(self) -> None:
-        """End the session, and the connection."""
         try:
             if self._auth is not None:
                 self._auth.close()
@@ -252,12 +194,12 @@ class SushyClient:
             return call()
         except self._errors.HTTPError as error:
             if error.status_code == HTTPStatus.UNAUTHORIZED:
-                raise RedfishAccessError(self._describe_refusal()) from None
-            raise RedfishStatusError(f"answers with status {error.status_code} to {path}") from None
+                raise AccessError(self._describe_refusal()) from None
+            raise RefusalError(f"answers with status {error.status_code} to {path}") from None
         except self._errors.ConnectionError as error:
-            raise RedfishUnreachableError(_describe_connection_error(str(error))) from None
+            raise ServiceError(_describe_connection_error(str(error))) from None
         except (self._errors.SushyError, ValueError, TypeError, AttributeError):  # sushy trusts the form of errors
-            raise RedfishStatusError(f"{path} is no resource of Redfish") from None
+            raise RefusalError(f"{path} is no resource of Redfish") from None
 
     def _describe_refusal(self) -> str:
         if self._auth is not None:
@@ -298,6 +240,10 @@ class ChassisReader:
         self._power = None if self._has_power or self._supplies else get_link(chassis, "Power")
         has_temperatures = bool(get_list(self._get(self._thermal_metrics), "TemperatureReadingsCelsius"))
         self._thermal = None if has_temperatures and self._has_fans else get_link(chassis, "Thermal")
+
+    def read_service(self) -> ServiceReading:
+        """Read all values, as those of a host."""
+        return ServiceReading(host=self.read())
 
     def read(self) -> HostSample:
         """Read all values. A value that is refused, null, absent or a blank code is None."""
@@ -347,15 +293,15 @@ def _find_chassis(client: SushyClient, chassis_id: str) -> Resource:
         for path in paths:
             if path.rstrip("/").rsplit("/", 1)[-1] == chassis_id:
                 return client.get(path)
-        raise RedfishLayoutError(f"has no chassis {chassis_id}; it has {list_names(paths)}")
+        raise ServiceError(f"has no chassis {chassis_id}; it has {list_names(paths)}")
     found = {path: client.get(path) for path in paths}
     found = {path: each for path, each in found.items() if any(key in each for key in SENSOR_LINKS)}
     for is_preferred in (_is_outermost, _has_power_supplies):
         found = {path: each for path, each in found.items() if is_preferred(each)} or found
     if not found:
-        raise RedfishLayoutError(f"has no chassis with sensors among {list_names(paths)}")
+        raise ServiceError(f"has no chassis with sensors among {list_names(paths)}")
     if len(found) > 1:
-        raise RedfishLayoutError(f"has several chassis with sensors; set chassis to one of {list_names(found)}")
+        raise ServiceError(f"has several chassis with sensors; set chassis to one of {list_names(found)}")
     return next(iter(found.values()))
 
 
@@ -370,3 +316,93 @@ def _has_power_supplies(chassis: Resource) -> bool:
 def _find_temperatures(entries: Iterable[Resource], contexts: Sequence[str]) -> list[float]:
     found = [read_temperature(entry) for entry in entries if entry.get("PhysicalContext") in contexts]
     return [value for value in found if value is not None]
+
+
+def list_names(paths: Iterable[str]) -> str:
+    """Join the ids at the end of paths."""
+    return ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths) or "none"
+
+
+def list_member_paths(collection: Resource) -> list[str]:
+    links = [get_path(each.get("@odata.id")) for each in get_list(collection, "Members")]
+    return [path for path in links if path is not None]
+
+
+def get_link(resource: Resource, key: str) -> str | None:
+    return get_path(get_resource(resource, key).get("@odata.id"))
+
+
+def get_path(value: object) -> str | None:
+    """Return a path of this controller. An address of another host is none: the session's token would be sent there."""
+    is_path = isinstance(value, str) and value.startswith("/") and not value.startswith("//")
+    return str(value) if is_path else None
+
+
+def get_resource(resource: Resource, key: str) -> Resource:
+    """Return the object of a key; an empty one where there is none."""
+    value = resource.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def get_list(resource: Resource, key: str) -> Sequence[Resource]:
+    """Return the objects of a list."""
+    value = resource.get(key)
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def read_state(entry: Resource) -> str:
+    """Return Status.State; Enabled without one."""
+    return str(get_resource(entry, "Status").get("State", "Enabled"))
+
+
+def read_enabled_number(entry: Resource, key: str) -> float | None:
+    """Read a number of a sensor that is enabled."""
+    return read_number(entry.get(key)) if read_state(entry) == "Enabled" else None
+
+
+def read_power(entry: Resource, key: str) -> float | None:
+    """Read watts. A controller answers while its node is off, too; then its own draw is there: 0 is no measurement."""
+    value = read_enabled_number(entry, key)
+    return None if value is None or value <= 0 or value in BLANK_POWERS_W else value
+
+
+def read_temperature(entry: Resource) -> float | None:
+    """Read degrees Celsius. Sensors of processors that are off read 0."""
+    value = read_enabled_number(entry, "Reading" if "Reading" in entry else "ReadingCelsius")
+    return None if value is None or not 0 < value <= MAX_TEMPERATURE_C else value
+
+
+def find_first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def get_optional(client: "SushyClient", path: str | None) -> Resource:
+    """Return a resource; an empty one where there is none, or the controller refuses this one. Raises
+    AccessError where it refuses the user."""
+    if path is None:
+        return {}
+    try:
+        return client.get(path)
+    except AccessError:
+        raise
+    except RefusalError:
+        return {}
+
+
+def list_members(client: "SushyClient", resource: Resource, key: str) -> list[Resource]:
+    paths = list_member_paths(get_optional(client, get_link(resource, key)))
+    return [get_optional(client, path) for path in paths]
+
+
+def count_failed_rotors(rotors: Iterable[tuple[Resource, Resource]]) -> float | None:
+    """Count fans or pumps that do not turn or are reported as failed; None where there is none, or one of unknown
+    state. `rotors`: each with what has its speed."""
+    states = [_is_rotor_failed(rotor, speed) for rotor, speed in rotors if read_state(rotor) != "Absent"]
+    return None if not states or None in states else float(sum(map(bool, states)))
+
+
+def _is_rotor_failed(rotor: Resource, speed: Resource) -> bool | None:
+    turns = find_first(read_enabled_number(speed, "Reading"), read_enabled_number(speed, "SpeedRPM"))
+    if get_resource(rotor, "Status").get("Health") == "Critical" or turns == 0:
+        return True
+    return None if turns is None else False

@@ -5,15 +5,13 @@ point over Redfish has no heartbeat, so it would outlive what asked for it.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
-from phalanx_fleet.telemetry.modbus_map import check_liquid_value
-from phalanx_fleet.telemetry.polling import PollingThread
-from phalanx_fleet.telemetry.redfish import ControllerOptions, RedfishPoller, SushyClient
-from phalanx_fleet.telemetry.redfish_values import (
+from phalanx_fleet.telemetry.redfish import (
     SERVICE_ROOT,
-    RedfishLayoutError,
+    ControllerOptions,
+    ControllerSource,
     Resource,
+    SushyClient,
     count_failed_rotors,
     get_link,
     get_optional,
@@ -25,7 +23,15 @@ from phalanx_fleet.telemetry.redfish_values import (
     read_power,
     read_state,
 )
-from phalanx_fleet.telemetry.service_reading import RackSample, ServiceReading
+from phalanx_fleet.telemetry.service_reading import (
+    PollingThread,
+    RackSample,
+    ServiceError,
+    ServiceReading,
+    StartPollingFn,
+    check_liquid_value,
+    take_all,
+)
 
 CONNECTOR_NUMBERS = {
     "supply_temperature_c": ("SupplyTemperatureCelsius", "Reading", 1.0),
@@ -50,6 +56,10 @@ class CduReader:
     def __init__(self, client: SushyClient, id: str, cdu_id: str = ""):
         self._client, self._id = client, id
         self._path = _find_cdu(client, cdu_id)
+
+    def read_service(self) -> ServiceReading:
+        """Read all values, as those of a rack."""
+        return ServiceReading(racks=(self.read(),))
 
     def read(self) -> RackSample:
         """Read all values. A value that is refused, null, absent or a code is None."""
@@ -86,8 +96,10 @@ class CduReader:
         return (True if True in states else None if is_faulty else False), is_faulty
 
 
-class RedfishCduSource:
-    """The liquid of one CDU; `id`: as samples have it. Other arguments, and errors, as of RedfishPoller."""
+class RedfishCduSource(ControllerSource):
+    """The liquid of one CDU; `id`: as samples have it. Other arguments, and errors, as of PolledSource."""
+
+    problems: Sequence[str] = ()
 
     def __init__(
         self,
@@ -95,24 +107,10 @@ class RedfishCduSource:
         options: RedfishCduOptions,
         client: SushyClient,
         clock: Callable[[], float] = time.monotonic,
-        start_polling: Callable[[Callable[[], None], float], PollingThread] = PollingThread,
+        start_polling: StartPollingFn = PollingThread,
     ):
-        self.name, self._id = options.url, id
-        self.problems: Sequence[str] = ()
-        self._poller = RedfishPoller(
-            options, client, lambda found: CduReader(found, id, options.cdu), clock, start_polling
-        )
-
-    def read(self) -> ServiceReading:
-        """The newest values with their age; none of them where they are late."""
-        sample, age_s = self._poller.read()
-        if sample is None:
-            return ServiceReading(racks=(RackSample(id=self._id, equipment="CDU"),))
-        return ServiceReading(racks=(replace(sample, age_s=max(0.0, age_s)),))
-
-    def close(self) -> None:
-        """Stop asking, and end the session at the controller."""
-        self._poller.close()
+        empty = ServiceReading(racks=(RackSample(id=id, equipment="CDU"),))
+        super().__init__(options, client, lambda c: CduReader(c, id, options.cdu), empty, clock, start_polling)
 
 
 def open_redfish_cdu(
@@ -129,30 +127,29 @@ def _find_cdu(client: SushyClient, cdu_id: str) -> str:
         for path in paths:
             if path.rstrip("/").rsplit("/", 1)[-1] == cdu_id:
                 return path
-        raise RedfishLayoutError(f"has no CDU {cdu_id}; it has {list_names(paths)}")
+        raise ServiceError(f"has no CDU {cdu_id}; it has {list_names(paths)}")
     if len(paths) != 1:
         wanted = f"set cdu to one of {list_names(paths)}" if paths else "it serves no ThermalEquipment with CDUs"
-        raise RedfishLayoutError(f"has {len(paths)} CDUs; {wanted}")
+        raise ServiceError(f"has {len(paths)} CDUs; {wanted}")
     return paths[0]
 
 
 def _read_common(connectors: Sequence[Resource], column: str) -> float | None:
     """The worst one of all connectors: the warmest, with the least pressure. None where one of them has none."""
     key, number, factor = CONNECTOR_NUMBERS[column]
-    found = [_read_part(each, key, number) for each in connectors]
-    known = [value for value in found if value is not None]
-    if not known or len(known) < len(found):
-        return None
-    worst = min(known) if column == "differential_pressure_pa" else max(known)
-    return check_liquid_value(column, worst * factor)
+    values = _read_parts(connectors, key, number)
+    worst = min if column == "differential_pressure_pa" else max
+    return check_liquid_value(column, worst(values) * factor) if values else None
 
 
 def _sum_flows(connectors: Sequence[Resource]) -> float | None:
-    found = [_read_part(each, "FlowLitersPerMinute", "Reading") for each in connectors]
-    known = [value for value in found if value is not None]
-    return check_liquid_value("flow_l_per_min", sum(known)) if known and len(known) == len(found) else None
+    values = _read_parts(connectors, "FlowLitersPerMinute", "Reading")
+    return check_liquid_value("flow_l_per_min", sum(values)) if values else None
 
 
-def _read_part(connector: Resource, key: str, number: str) -> float | None:
-    part = get_resource(connector, key)
-    return None if read_state(connector) != "Enabled" else read_enabled_number(part, number)
+def _read_parts(connectors: Sequence[Resource], key: str, number: str) -> list[float]:
+    """A number of all connectors; none where one of them has none."""
+    return take_all(
+        read_enabled_number(get_resource(each, key), number) if read_state(each) == "Enabled" else None
+        for each in connectors
+    )

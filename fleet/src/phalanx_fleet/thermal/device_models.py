@@ -1,9 +1,9 @@
 """Fit thermal models of devices, and find those that run hot, from CSV files and the telemetry of runs: the use cases
-of `phalanx thermal`.
-"""
+of `phalanx thermal`."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,95 @@ from phalanx.run import Run
 from phalanx.run.telemetry_minutes import NodeMinute, NodeMinuteTail, Rollups
 from phalanx.safe_files import check_links
 from phalanx.telemetry.rollup import DEVICE_POWER_COLUMNS
-from phalanx_fleet.run_readings import list_run_directories
-from phalanx_fleet.thermal.device_series import DeviceSeries
-from phalanx_fleet.thermal.fit import fit_thermal_model
+from phalanx_fleet.csv_table import MAX_TIME_S, CsvTable, check_names, open_csv, parse_time, read_number
+from phalanx_fleet.evidence import list_run_directories
+from phalanx_fleet.thermal.device_series import DeviceSeries, Values
+from phalanx_fleet.thermal.fit import load_thermal_model
 from phalanx_fleet.thermal.heat_check import HeatCheck, check_heat
-from phalanx_fleet.thermal.model_file import ThermalModelFile, load_thermal_model, save_thermal_model
-from phalanx_fleet.thermal.series_csv import make_series, parse_time, read_series_csv
 
-__all__ = ["check_thermal", "fit_thermal", "parse_time", "read_device_series"]
+REQUIRED_COLUMNS = ("time", "node", "power_w", "core_temperature_c")
+OPTIONAL_COLUMNS = ("device", "kind", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
+NUMBER_COLUMNS = ("power_w", "core_temperature_c", "inlet_temperature_c", "thermal_margin_c", "failed_fans")
+SENSOR_LIMITS = {
+    "power_w": (0.0, 1e5),
+    "core_temperature_c": (-40.0, 200.0),
+    "inlet_temperature_c": (-40.0, 100.0),
+    "thermal_margin_c": (-100.0, 200.0),
+    "failed_fans": (0.0, 1e4),
+}
+"""Values that a sensor can give. Milliwatts and kelvins are outside, and refused."""
+LEAST_MAX_POWER_W = 3.0
+"""The busiest device of a file draws more, and fewer kilowatts."""
+
+
+def read_series_csv(path: Path, columns: Mapping[str, str], kind: str | None = None) -> list[DeviceSeries]:
+    """Read a CSV file with a header; rows without power or temperature are left out.
+
+    Args:
+        path: The file.
+        columns: The file's column by the name that Phalanx has for it, where they differ.
+        kind: Kind of all devices, for a file without such a column.
+
+    Raises UsageError for columns that are not there, DataError with the line for a value that is none.
+    """
+    check_names("--column", columns, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+    with open_csv(path) as table:
+        return _read_rows(table, _find_columns(table, columns, kind is not None), kind)
+
+
+def _find_columns(table: CsvTable, columns: Mapping[str, str], has_kind: bool) -> dict[str, int]:
+    header = table.columns
+    places = {}
+    for name in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
+        column = columns.get(name, name)
+        if column in header:
+            places[name] = header.index(column)
+        elif name in REQUIRED_COLUMNS or name in columns or (name == "kind" and not has_kind):
+            near = get_close_matches(column, header, 1, 0.5)
+            hint = f"--column {name}={near[0] if near else 'COLUMN'}"
+            hint += " or --kind NAME" if name == "kind" else ""
+            raise UsageError(f"{table.path}: no column {column}, found {table.describe_columns()}; add {hint}")
+    return places
+
+
+def _read_rows(table: CsvTable, places: Mapping[str, int], kind: str | None) -> list[DeviceSeries]:
+    path = table.path
+    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    for number, row in table.rows:
+        values = [read_number(path, number, name, row[places[name]], SENSOR_LIMITS[name]) if name in places else np.nan
+                  for name in NUMBER_COLUMNS]  # fmt: skip
+        if np.isnan(values[0]) or np.isnan(values[1]):
+            continue
+        time = _read_time(path, number, row[places["time"]])
+        node = row[places["node"]]
+        device = row[places["device"]] if "device" in places else "0"
+        which = kind if kind is not None else row[places["kind"]]
+        if not (node.strip() and which.strip()):
+            raise DataError(f"{path}:{number}: no {'kind' if node.strip() else 'node'} in this row; expected a name")
+        found.setdefault((node, device, which), []).append([time, *values])
+    if not found:
+        raise DataError(f"{path}: no row with power and temperature")
+    if (most_w := max(row[1] for rows in found.values() for row in rows)) < LEAST_MAX_POWER_W:
+        raise DataError(f"{path}: power_w is {most_w:g} at most; expected watts, not kilowatts")
+    return [make_series(*key, np.array(values)) for key, values in sorted(found.items())]
+
+
+def _read_time(path: Path, line: int, text: str) -> float:
+    try:
+        value = parse_time(text)
+    except ValueError:
+        raise DataError(f"{path}:{line}: time {text!r}: expected seconds or an ISO 8601 time") from None
+    if not 0 <= value <= MAX_TIME_S:
+        raise DataError(f"{path}:{line}: time {text!r}: expected seconds from 0 to {MAX_TIME_S:g}, not milliseconds")
+    return value
+
+
+def make_series(node: str, device: str, kind: str, rows: Values) -> DeviceSeries:
+    """Return the series of rows of time, power, temperature, inlet, margin and failed fans, in any order of time. Of
+    rows of one time the first counts."""
+    _, order = np.unique(rows[:, 0], return_index=True)
+    time, power, temperature, inlet, margin, fans = rows[order].T
+    return DeviceSeries(node, device, kind, time, power, temperature, inlet, margin, fans)
 
 
 def read_device_series(
@@ -49,14 +130,6 @@ def read_device_series(
     if not (filled := [each for each in chosen if len(each.time_s)]):
         raise DataError(f"{', '.join(map(str, sources))}: no sample in the chosen time")
     return filled
-
-
-def fit_thermal(series: Sequence[DeviceSeries], out: Path | None) -> tuple[ThermalModelFile, list[str]]:
-    """Fit the constants of each kind, write them to `out`, and return them and what could not be fitted."""
-    model, problems = fit_thermal_model(series)
-    if out is not None:
-        save_thermal_model(model, out)
-    return model, problems
 
 
 def check_thermal(series: Sequence[DeviceSeries], model: Path, recent_s: float) -> HeatCheck:

@@ -47,7 +47,6 @@ class DeviceSeries:
         return float(np.median(np.diff(self.time_s))) if len(self.time_s) > 1 else 0.0
 
     def select(self, chosen: NDArray[np.bool_]) -> "DeviceSeries":
-        """Return the samples that are chosen."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in _list_columns(self)})
 
 

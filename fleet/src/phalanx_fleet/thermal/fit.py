@@ -11,14 +11,23 @@ inlet. One that throttles has its temperature pinned, and its power floats below
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
+from phalanx.cluster.spec import Figure, Measure, StrictModel
 from phalanx.errors import DataError
+from phalanx.recipe.field_types import NUMBER_NOT_BOOL, Count
+from phalanx.recipe.load import to_plain_values
+from phalanx.recipe.validation_errors import read_user_mapping, validate_value
+from phalanx.recipe.yaml_loader import to_yaml
+from phalanx.run.directory import write_output
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, Values, average_steady
-from phalanx_fleet.thermal.model_file import KindConstants, ThermalModelFile
 
+Celsius = Annotated[float, Field(ge=-50, le=200), NUMBER_NOT_BOOL]
 PLATEAU_WIDTH_K = 1.5
 """Control and rounding of a core temperature at its limit: 84 +- 1 C on an A100."""
 MIN_PLATEAU_C = 75.0
@@ -36,6 +45,45 @@ MIN_FIT_SAMPLES = 24
 MAX_T0_C = 70.0
 """Air comes in below 45 C, coolant below 60 C. The servers of the tests have 80 to 91 in degrees Fahrenheit."""
 SIGNIFICANT_DIGITS = 4
+
+
+class KindConstants(StrictModel):
+    """A kind of device: T = t0_c + r_k_per_w P when steady; and how well this describes what it was fitted to."""
+
+    t0_c: Celsius
+    """Core temperature without power, as a mean: inlet and what other parts add."""
+    t0_over_inlet_k: Annotated[float, Field(ge=-50, le=100), NUMBER_NOT_BOOL] | None = None
+    """T0 over the measured inlet, which then replaces t0_c; None where the inlet was not measured."""
+    r_k_per_w: Figure
+    """Resistance from inlet to core."""
+    rmse_k: Measure
+    """Around T0 of each window of weeks."""
+    max_power_w: Figure
+    """Most power that was seen."""
+    num_devices: Count
+    num_samples: Count
+
+
+class ThermalModelFile(StrictModel):
+    """Kinds by name."""
+
+    format: Literal[1] = 1
+    kinds: dict[str, KindConstants]
+
+
+def load_thermal_model(path: Path) -> ThermalModelFile:
+    """Load the file at `path`. Raises RecipeError with a line for each problem."""
+    value, locations = read_user_mapping(path, "`kinds:`; `phalanx thermal fit` writes such a file")
+    return validate_value(value, locations, ThermalModelFile)
+
+
+def save_thermal_model(model: ThermalModelFile, path: Path) -> None:
+    """Write the file; whole, or not at all."""
+    write_output(
+        path,
+        "# Thermal constants by kind of device: T = t0_c + r_k_per_w * P; `phalanx thermal fit` wrote them.\n"
+        + to_yaml(to_plain_values(model, lambda name, field: False)),
+    )
 
 
 @dataclass(frozen=True)
@@ -76,22 +124,7 @@ def _make_plateau(series: DeviceSeries, chosen: NDArray[np.bool_]) -> Temperatur
     )
 
 
-@dataclass(frozen=True)
-class SteadyFit:
-    """T0 and R of a kind, and how well they describe what they were fitted to."""
-
-    t0_c: float
-    r_k_per_w: float
-    rmse_k: float
-    """Around T0 of each window."""
-    t0_over_inlet_k: float | None
-    """T0 over the inlet; None where the inlet of a device is not measured."""
-    max_power_w: float
-    num_devices: int
-    num_samples: int
-
-
-def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
+def fit_steady(series: Sequence[DeviceSeries]) -> KindConstants:
     """Fit T0 and R of devices of one kind; hours in which one throttles are left out. R is the median of the devices',
     so that one that fouls does not change it. DataError where power varies too little."""
     fits = [found for each in series if (found := fit_device(each)) is not None]
@@ -112,12 +145,12 @@ def fit_steady(series: Sequence[DeviceSeries]) -> SteadyFit:
             f"{series[0].kind}: without power a device would have {t0_c:.0f} °C; expected core temperatures in °C, not "
             "in °F, and the power of the device"
         )
-    return SteadyFit(
-        t0_c=t0_c,
-        r_k_per_w=r_k_per_w,
-        rmse_k=float(np.sqrt(np.mean(errors**2))),
-        t0_over_inlet_k=_find_t0(over_inlet, r_k_per_w) if has_inlet else None,
-        max_power_w=max(each.max_power_w for each in fits),
+    return KindConstants(
+        t0_c=_round(t0_c),
+        r_k_per_w=_round(r_k_per_w),
+        rmse_k=_round(float(np.sqrt(np.mean(errors**2)))),
+        t0_over_inlet_k=_round(_find_t0(over_inlet, r_k_per_w)) if has_inlet else None,
+        max_power_w=_round(max(each.max_power_w for each in fits)),
         num_devices=len(fits),
         num_samples=len(errors),
     )
@@ -189,25 +222,12 @@ def fit_thermal_model(series: Sequence[DeviceSeries]) -> tuple[ThermalModelFile,
     problems: list[str] = []
     for kind, members in sorted(by_kind.items()):
         try:
-            kinds[kind] = _fit_kind(members)
+            kinds[kind] = fit_steady([average_steady(each) for each in members])
         except DataError as error:
             problems.append(str(error))
     if not kinds:
         raise DataError("; ".join(problems) or "no device")
     return ThermalModelFile(kinds=kinds), problems
-
-
-def _fit_kind(series: Sequence[DeviceSeries]) -> KindConstants:
-    steady = fit_steady([average_steady(each) for each in series])
-    return KindConstants(
-        t0_c=_round(steady.t0_c),
-        t0_over_inlet_k=None if steady.t0_over_inlet_k is None else _round(steady.t0_over_inlet_k),
-        r_k_per_w=_round(steady.r_k_per_w),
-        rmse_k=_round(steady.rmse_k),
-        max_power_w=_round(steady.max_power_w),
-        num_devices=steady.num_devices,
-        num_samples=steady.num_samples,
-    )
 
 
 def _round(value: float) -> float:

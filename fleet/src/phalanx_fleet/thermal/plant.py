@@ -67,7 +67,6 @@ class PlantHours:
 
     @property
     def site_w(self) -> Values:
-        """All power."""
         return self.it_w + self.conversion_w + self.cooling_w
 
     @property
@@ -77,7 +76,6 @@ class PlantHours:
 
     @property
     def cooling_w(self) -> Values:
-        """Pumps, fans and chiller."""
         return np.asarray(self.pumps_w + self.fans_w + self.air_fans_w + self.chiller_w)
 
     @property
@@ -246,10 +244,10 @@ class CoolingTower:
     """Of the heat, by evaporation."""
     min_fan_share: float
 
-    def find_cold_water(self, heat_w: Values, flow_kg_per_s: Values, fan_share: Values | float = 1.0) -> Values:
-        """Return the temperature of the cold water in C."""
+    def find_cold_water(self, heat_w: Values, flow_kg_per_s: Values) -> Values:
+        """Return the temperature of the cold water in C with a full fan."""
         range_k = heat_w / (flow_kg_per_s * WATER_J_PER_KG_K)
-        approach = find_approach(heat_w / self.air_kg_per_s, range_k, self.wet_bulb_c, self.calibration, fan_share)
+        approach = find_approach(heat_w / self.air_kg_per_s, range_k, self.wet_bulb_c, self.calibration)
         return self.wet_bulb_c + approach
 
     def find_fan_share(self, heat_w: Values, flow_kg_per_s: Values, target_c: Values) -> Values:
@@ -259,9 +257,7 @@ class CoolingTower:
         return find_air_share(heat, range_k, self.wet_bulb_c, approach, self.calibration, self.min_fan_share)
 
     def select(self, chosen: NDArray[np.bool_]) -> "CoolingTower":
-        return CoolingTower(
-            self.wet_bulb_c[chosen], self.air_kg_per_s, self.calibration, self.evaporated_share, self.min_fan_share
-        )
+        return replace(self, wet_bulb_c=self.wet_bulb_c[chosen])
 
 
 @dataclass(frozen=True)
@@ -291,17 +287,17 @@ class DryCooler:
         return np.where(is_possible, high, np.nan)
 
     def select(self, chosen: NDArray[np.bool_]) -> "DryCooler":
-        return DryCooler(self.dry_bulb_c[chosen], self.air_w_per_k, self.ua_w_per_k, self.min_fan_share)
+        return replace(self, dry_bulb_c=self.dry_bulb_c[chosen])
 
 
 def make_heat_rejection(plant: CoolingPlant, dry_bulb_c: Values, wet_bulb_c: Values) -> CoolingTower | DryCooler:
     """Return the plant's tower or dry cooler in this weather."""
     heat_w, flow = plant.design_heat_w, plant.design_flows_kg_per_s[2]
     if plant.heat_rejection == "tower":
+        air_kg_per_s = heat_w / plant.tower_heat_j_per_kg
         return CoolingTower(
-            wet_bulb_c, heat_w / plant.tower_heat_j_per_kg, plant.tower_calibration, plant.evaporated_share,
-            plant.min_fan_share,
-        )  # fmt: skip
+            wet_bulb_c, air_kg_per_s, plant.tower_calibration, plant.evaporated_share, plant.min_fan_share
+        )
     return make_dry_cooler(plant, heat_w, flow * WATER_J_PER_KG_K, dry_bulb_c)
 
 
@@ -309,11 +305,10 @@ def make_dry_cooler(plant: CoolingPlant, heat_w: float, water_w_per_k: float, dr
     """Return a dry cooler that has its approach at full fan and design heat, with as much air as the water needs to
     give it its range."""
     low, high = 1e-3, 1e3
-    design = np.array([0.0])
+    cooler = DryCooler(np.array([0.0]), water_w_per_k * plant.dry_air_share, 0.0, plant.min_fan_share)
     for _ in range(APPROACH_BISECTIONS):
         middle = (low * high) ** 0.5
-        cooler = DryCooler(design, water_w_per_k * plant.dry_air_share, middle * water_w_per_k, plant.min_fan_share)
+        cooler = replace(cooler, ua_w_per_k=middle * water_w_per_k)
         cold = cooler.find_cold_water(np.array([heat_w]), np.array([water_w_per_k / WATER_J_PER_KG_K]))
         low, high = (middle, high) if cold[0] > plant.dry_approach_k else (low, middle)
-    return DryCooler(dry_bulb_c, water_w_per_k * plant.dry_air_share, (low * high) ** 0.5 * water_w_per_k,
-                     plant.min_fan_share)  # fmt: skip
+    return replace(cooler, dry_bulb_c=dry_bulb_c, ua_w_per_k=(low * high) ** 0.5 * water_w_per_k)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from phalanx.cluster.spec import StrictModel
 from phalanx.recipe.field_types import NUMBER_NOT_BOOL
-from phalanx_fleet.power_units import Power
+from phalanx_fleet.power_settings import Power
 from phalanx_fleet.thermal.cooling_tower import WATER_J_PER_KG_K, calibrate_tower
 from phalanx_fleet.thermal.device_series import Values
 
@@ -119,7 +119,6 @@ class CoolingPlant(StrictModel):
 
     @cached_property
     def tower_calibration(self) -> float:
-        """c of the tower."""
         return calibrate_tower(
             self.tower_heat_j_per_kg, self.hall_range_k, self.tower_wet_bulb_c, self.tower_approach_k
         )

@@ -5,10 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from phalanx_fleet.simulate.checkpointing import CheckpointCosts
-from phalanx_fleet.simulate.job_state import SimulatedJob
+from phalanx_fleet.simulate.job_state import CheckpointCosts, SchedulingPolicy, ShortestRemainingPolicy, SimulatedJob
 from phalanx_fleet.simulate.node_pool import NodePool
-from phalanx_fleet.simulate.policies import SchedulingPolicy, ShortestRemainingPolicy
 from published_policies import (
     FairShare,
     FinishTimeFairnessPolicy,

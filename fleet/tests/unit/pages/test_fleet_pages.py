@@ -10,14 +10,21 @@ from made_samples import full_node
 from phalanx.errors import PhalanxError
 from phalanx.serve.access import make_access
 from phalanx.telemetry.sample import DeviceSample
-from phalanx_fleet.fleet_node import FleetNode
-from phalanx_fleet.latest_reading import LatestReading, reading_from_sample
+from phalanx_fleet.fleet_node import FleetNode, LatestReading, reading_from_sample
 from phalanx_fleet.pages import make_pages, power_page
-from phalanx_fleet.pages.cooling_page import DeviceMargin, list_margins, render_cooling
 from phalanx_fleet.pages.fleet_pages import FleetPages
-from phalanx_fleet.pages.fleet_routes import ServedFleet, load_served_fleet
-from phalanx_fleet.pages.node_history import HistoryPoint
-from phalanx_fleet.pages.power_page import BAR_WIDTH, LINE_WIDTH, read_levels, render_power
+from phalanx_fleet.pages.power_page import (
+    BAR_WIDTH,
+    LINE_WIDTH,
+    DeviceMargin,
+    ServedFleet,
+    list_margins,
+    load_served_fleet,
+    read_levels,
+    render_cooling,
+    render_power,
+)
+from phalanx_fleet.pages.site_history import HistoryPoint
 from phalanx_fleet.power.load_targets import LoadTarget
 from phalanx_fleet.telemetry.service_reading import RackSample
 from serve_browser import Browser

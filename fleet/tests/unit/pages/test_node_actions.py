@@ -7,7 +7,7 @@ import pytest
 from fleet_browser import FleetBrowser
 from phalanx.jobs.backends.base import NodeService
 from phalanx.serve.access import SECURITY_HEADERS, make_access
-from phalanx_fleet.site_dir import open_node_states
+from phalanx_fleet.fleet_file import open_node_states
 
 TOKEN = "0123456789abcdef"
 

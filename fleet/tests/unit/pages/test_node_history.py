@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import DataError
-from phalanx_fleet.pages.node_history import (
+from phalanx_fleet.pages.site_history import (
     HOUR_S,
     MINUTE_S,
     RETENTION_S,
@@ -25,7 +25,7 @@ NOON = 36_000 * 48
 WRITE_FOREVER = """
 import sys
 from pathlib import Path
-from phalanx_fleet.pages.node_history import HistoryWriter
+from phalanx_fleet.pages.site_history import HistoryWriter
 writer = HistoryWriter(Path(sys.argv[1]))
 for second in range(10**9):
     writer.write(second, {("n1", "draw_w"): float(second), ("n1", "margin_k"): 1.0})

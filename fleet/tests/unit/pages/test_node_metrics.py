@@ -10,11 +10,10 @@ from fleet_browser import FleetBrowser
 from made_samples import full_node
 from phalanx.serve.access import make_access
 from phalanx.telemetry.exposition import render_families
-from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import SHOWN_STATES, FleetNode, LatestReading
+from phalanx_fleet.node_list import FleetView
 from phalanx_fleet.pages import make_pages
 from phalanx_fleet.pages.fleet_pages import build_sample_metrics
-from phalanx_fleet.pages.node_reader import NodeList
 from phalanx_fleet.telemetry.service_reading import RackSample
 from serve_browser import Browser
 
@@ -42,7 +41,7 @@ def test_nodes_are_counted_by_state_once_they_are_read(tmp_path: Path, monkeypat
             ("e", "drained", None),
         )
     ]
-    browser.pages.nodes.nodes = NodeList(nodes, is_read=True, is_current=True)
+    browser.pages.nodes.view = FleetView(nodes)
     families = text_string_to_metric_families(browser.get("/metrics").text)
     counts = {one.labels["state"]: one.value for family in families for one in family.samples if "state" in one.labels}
     assert {name: counts[name] for name in SHOWN_STATES} == {
@@ -84,7 +83,7 @@ def test_levels_of_the_fleet_file_fans_and_leaks_have_metrics(tmp_path: Path) ->
     late = LatestReading(0.0, 60.0, failed_fans=1.0)
     nodes = [FleetNode("r1-1", "healthy", None, None, reading), FleetNode("x", "healthy", None, None, late)]
     racks = [RackSample(id="r1", has_leak=True), RackSample(id="r2", has_leak=False), RackSample(id="r3")]
-    pages.nodes.nodes = NodeList(nodes, (), racks, is_read=True, is_current=True)
+    pages.nodes.view = FleetView(nodes, (), racks)
     page = browser.get("/metrics").text
     for line in (
         'phalanx_power_budget_watts{level="rack r1"} 21000.0',

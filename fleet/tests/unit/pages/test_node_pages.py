@@ -12,13 +12,11 @@ from phalanx.errors import UsageError
 from phalanx.telemetry.agent_endpoint import AgentEndpoint
 from phalanx.telemetry.exposition import build_node_metrics, render_families
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample
-from phalanx_fleet.fleet_node import FleetNode, add_samples
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import FleetNode, LatestReading, add_samples
+from phalanx_fleet.node_list import FleetView, NodeReader
 from phalanx_fleet.node_states import NodeChange, NodeState
 from phalanx_fleet.pages import agent_streams
 from phalanx_fleet.pages.agent_streams import AgentStreams
-from phalanx_fleet.pages.cooling_page import list_margins, render_cooling
-from phalanx_fleet.pages.node_history import HistoryPoint
 from phalanx_fleet.pages.node_pages import (
     MAX_TABLE_NODES,
     build_heat_map,
@@ -28,7 +26,8 @@ from phalanx_fleet.pages.node_pages import (
     render_nodes,
     render_nodes_page,
 )
-from phalanx_fleet.pages.node_reader import NodeList, NodeReader
+from phalanx_fleet.pages.power_page import list_margins, render_cooling
+from phalanx_fleet.pages.site_history import HistoryPoint
 from phalanx_fleet.telemetry.prometheus import MAX_DEVICES
 from phalanx_fleet.telemetry.service_reading import RackSample
 
@@ -68,11 +67,11 @@ def test_late_samples_and_silent_nodes_have_no_colour() -> None:
 
 def test_nodes_that_are_not_healthy_come_first_and_long_tables_are_cut() -> None:
     nodes = [node(f"n{number}") for number in range(MAX_TABLE_NODES + 5)] + [node("bad", "drained")]
-    page = render_nodes(NodeList(nodes, is_read=True), nodes, "", NOW)
+    page = render_nodes(FleetView(nodes), nodes, "", NOW)
     assert page.index(">bad<") < page.index(">n0<")
     assert "and 6 nodes more" in page
     assert page.count("<tr>") == MAX_TABLE_NODES + 1
-    assert render_nodes(NodeList(nodes, is_read=True), nodes, "drained", NOW).count("<tr>") == 2
+    assert render_nodes(FleetView(nodes), nodes, "drained", NOW).count("<tr>") == 2
 
 
 def test_the_newer_of_two_readings_is_shown_and_none_that_is_late() -> None:
@@ -84,15 +83,15 @@ def test_the_newer_of_two_readings_is_shown_and_none_that_is_late() -> None:
     newer = node(reading=LatestReading(NOW + 1, 60.0, draw_w=3.0))
     assert add_samples([newer], {"n1": sample}) == [newer]
     late = node(reading=LatestReading(NOW - 100, 1.0, draw_w=512.0))
-    page = render_nodes(NodeList(is_read=True), [late], "", NOW)
+    page = render_nodes(FleetView(), [late], "", NOW)
     assert "512 W" not in page
     assert "(late)" in page
 
 
 def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:
-    answers = [([node()], [], []), UsageError("slurm does not answer")]
+    answers = [FleetView([node()]), UsageError("slurm does not answer")]
 
-    def read() -> tuple[list[FleetNode], list[str], list[RackSample]]:
+    def read() -> FleetView:
         found = answers.pop(0)
         if isinstance(found, UsageError):
             raise found
@@ -101,15 +100,15 @@ def test_nodes_that_cannot_be_read_stay_with_a_problem() -> None:
     reader = NodeReader(lambda: read)
     reader.update()
     reader.update()
-    assert [each.name for each in reader.nodes.nodes] == ["n1"]
-    assert reader.nodes.problems == ["slurm does not answer"]
-    assert not reader.nodes.is_current
+    assert [each.name for each in reader.view.nodes] == ["n1"]
+    assert reader.view.problems == ["slurm does not answer"]
+    assert not reader.view.is_current
 
 
 def test_names_and_reasons_are_escaped() -> None:
     evil = FleetNode("<b>", "drained", "<script>", None, None)
     pages = [
-        render_nodes(NodeList(problems=["<u>"], is_read=True), [evil], "", NOW),
+        render_nodes(FleetView(problems=["<u>"]), [evil], "", NOW),
         render_node(evil, None, [NodeChange("<b>", NodeState.DRAINED, "<script>", "<u>", NOW)], {}, True, NOW),
         render_nodes_page("", "power", '"><script>'),
     ]
@@ -121,7 +120,7 @@ def test_names_and_reasons_are_escaped() -> None:
 
 def test_a_rack_with_a_leak_comes_first_and_what_is_missing_is_empty() -> None:
     racks = [RackSample(id="r1", flow_l_per_min=90.0), RackSample(id="r2", has_leak=True)]
-    page = render_nodes(NodeList([node()], racks=racks, is_read=True), [node()], "", NOW)
+    page = render_nodes(FleetView([node()], racks=racks), [node()], "", NOW)
     assert page.index(">r2<") < page.index(">r1<")
     assert "LEAK" in page
     assert "90.0 l/min" in page
@@ -287,7 +286,7 @@ def test_every_text_of_a_sample_goes_through_every_page_as_bytes(text: str) -> N
     nodes = [node(text), node("n1", text)]
     racks = [RackSample(id=text, name=text, has_leak=True)]
     pages = [
-        render_nodes(NodeList(nodes, [text], racks, is_read=True), nodes, text, NOW),
+        render_nodes(FleetView(nodes, [text], racks), nodes, text, NOW),
         json.dumps(build_heat_map(nodes, samples, "power", NOW)),
         render_cooling(racks, list_margins(nodes, samples, NOW)),
     ]
@@ -299,7 +298,7 @@ def test_every_text_of_a_sample_goes_through_every_page_as_bytes(text: str) -> N
 
 def test_a_row_that_cannot_be_rendered_is_unreadable_and_the_others_are_there() -> None:
     broken = replace(node("bad", reading=LatestReading(NOW, 1.0)), backend=5)  # type: ignore[arg-type]
-    page = render_nodes(NodeList(is_read=True), [broken, node("good")], "", NOW)
+    page = render_nodes(FleetView(), [broken, node("good")], "", NOW)
     assert ">unreadable<" in page
     assert ">good<" in page
 
@@ -307,6 +306,6 @@ def test_a_row_that_cannot_be_rendered_is_unreadable_and_the_others_are_there() 
 def test_a_healthy_node_without_news_is_not_shown_as_healthy() -> None:
     fresh, late = LatestReading(NOW, 1.0), LatestReading(NOW - 100, 1.0)
     nodes = [node("a", reading=fresh), node("b", reading=late), node("c"), node("d", "drained")]
-    page = render_nodes(NodeList(nodes, is_read=True), nodes, "", NOW)
+    page = render_nodes(FleetView(nodes), nodes, "", NOW)
     assert "4 nodes, 1 not healthy, 2 without a reading" in page
     assert [page.count(f'class="status {each}"') for each in ("healthy", "stale", "no-reading", "drained")] == [1] * 4

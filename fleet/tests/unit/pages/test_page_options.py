@@ -40,6 +40,6 @@ def test_evidence_makes_a_node_suspect_only_where_actions_are_allowed(
     browser = Browser(tmp_path / "runs", make_access("127.0.0.1", allow_actions, None), [pages := make_pages()])
     pages.nodes.update()
     assert browser.server.index.is_complete
-    assert [(each.name, each.state) for each in pages.nodes.nodes.nodes] == [
+    assert [(each.name, each.state) for each in pages.nodes.view.nodes] == [
         (node, "suspect" if allow_actions else "healthy")
     ]

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from phalanx_fleet.fleet_node import FleetNode
-from phalanx_fleet.latest_reading import LatestReading
+from phalanx_fleet.fleet_node import FleetNode, LatestReading
 from phalanx_fleet.pages.site_history import SiteHistory
-from phalanx_fleet.power.levels import LevelReading
+from phalanx_fleet.power.committed_power import LevelReading
 
 NOW = 86_400.0 * 100
 

@@ -12,12 +12,10 @@ import pytest
 from fake_nodes import FakeNodeBackend
 from phalanx.errors import UsageError
 from phalanx.jobs.spec import JobState, JobStatus
-from phalanx_fleet.node_services import ServiceOpeners
+from phalanx_fleet import nodes_file
 from phalanx_fleet.node_states import NodeState, NodeStates
-from phalanx_fleet.telemetry.modbus import ModbusSource, PymodbusClient
-from phalanx_fleet.telemetry.modbus_map import ModbusEntry
-from phalanx_fleet.thermal.guard import FleetActions, KnownJobs, guard_cooling
-from phalanx_fleet.thermal.response import ResponseEvent
+from phalanx_fleet.telemetry.modbus import ModbusEntry, ModbusSource, PymodbusClient
+from phalanx_fleet.thermal.guard import FleetActions, KnownJobs, ResponseEvent, guard_cooling
 from settable_clock import SettableClock
 
 pytest.importorskip("pymodbus", reason="pymodbus is not installed: pip install 'phalanx[fleet]'")
@@ -82,9 +80,9 @@ def run_guard(nodes: Path, backend: SignalBackend, may_act: bool, device: Modbus
             device.put(FLOW, words)
         polling.poll()
 
-    openers = ServiceOpeners(modbus=open_cdu)
-    with NodeStates(nodes.parent / "nodes.db") as states:
-        for report in guard_cooling(nodes, lambda: backend, states, may_act, 25.0, sleep, clock, openers):
+    with NodeStates(nodes.parent / "nodes.db") as states, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes_file, "open_modbus", open_cdu)
+        for report in guard_cooling(nodes, lambda: backend, states, may_act, 25.0, sleep, clock):
             reports.append(report)
         assert backend.nodes["n3"].service == "open"
         if may_act:
@@ -158,7 +156,7 @@ def test_a_fleet_without_racks_and_margins_has_nothing_to_guard(tmp_path: Path) 
 
 def test_an_event_says_what_would_be_done_and_what_failed() -> None:
     from phalanx_fleet.commands.thermal import format_response
-    from phalanx_fleet.thermal.response import CoolingAction
+    from phalanx_fleet.thermal.guard import CoolingAction
 
     text = format_response(ResponseEvent(0.0, CoolingAction.DRAIN, "n1", "no job starts there", is_done=False))
     assert text.endswith("  would drain: n1: no job starts there")

@@ -5,11 +5,16 @@ import pytest
 from pydantic import ValidationError
 
 from phalanx.errors import DataError, UsageError
-from phalanx_fleet.thermal.cooling_tower import WATER_J_PER_KG_K, find_air_share, find_approach
-from phalanx_fleet.thermal.moist_air import find_saturated_enthalpy, find_wet_bulb
+from phalanx_fleet.simulate.site_series import read_weather
+from phalanx_fleet.thermal.cooling_tower import (
+    WATER_J_PER_KG_K,
+    find_air_share,
+    find_approach,
+    find_saturated_enthalpy,
+    find_wet_bulb,
+)
 from phalanx_fleet.thermal.plant import PlantControls, PlantHours, simulate_plant
 from phalanx_fleet.thermal.plant_settings import CoolingPlant
-from phalanx_fleet.thermal.weather import read_weather
 
 HOURS = 48
 WET_C = 14 + 9 * np.sin(np.arange(HOURS) / 24 * 2 * np.pi)

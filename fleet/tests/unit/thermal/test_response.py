@@ -8,8 +8,16 @@ import pytest
 
 from phalanx_fleet.telemetry.rack_points import RackPoints
 from phalanx_fleet.telemetry.service_reading import RackSample
-from phalanx_fleet.thermal.cooling_faults import CooledNodes, CoolingFault, FaultDetector, NodeMargin, ObservedFault
-from phalanx_fleet.thermal.response import CoolingAction, CoolingResponder, Problems
+from phalanx_fleet.thermal.guard import (
+    CooledNodes,
+    CoolingAction,
+    CoolingFault,
+    CoolingResponder,
+    FaultDetector,
+    NodeMargin,
+    ObservedFault,
+    Problems,
+)
 from settable_clock import SettableClock
 
 RACKS = {"n1": "r1", "n2": "r1", "n3": "r2"}

@@ -7,10 +7,9 @@ import pytest
 
 from fake_heat import MAX_POWER_W, R_K_PER_W, T0_C, make_hours
 from phalanx.errors import DataError
-from phalanx_fleet.thermal.device_heat import find_t0
 from phalanx_fleet.thermal.device_series import DAY_S, DeviceSeries, average_steady
 from phalanx_fleet.thermal.fit import fit_steady, fit_thermal_model
-from phalanx_fleet.thermal.heat_check import HeatCause, check_heat
+from phalanx_fleet.thermal.heat_check import HeatCause, check_heat, find_t0
 
 
 def test_fit_finds_the_constants_of_a_kind() -> None:
