@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.train.distributed.failures import is_peer_failure
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext
-from phalanx.train.grad_sync.algorithms.p2p import P2PScatterGather, abort_groups_on_error
+from phalanx.train.grad_sync.algorithms import CommContext, P2PScatterGather, abort_groups_on_error
 from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
 from process_worlds import ProcessWorlds, start_forkserver
 

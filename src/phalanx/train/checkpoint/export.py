@@ -47,8 +47,8 @@ from phalanx.train.adapters.names import (
     scale_name,
 )
 from phalanx.train.adapters.quantized_base import dequantize
+from phalanx.train.checkpoint.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.durable import make_temporary_path
-from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
 from phalanx.train.checkpoint.load import choose_weights, load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter

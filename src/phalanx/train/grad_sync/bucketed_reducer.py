@@ -8,7 +8,7 @@ run resumes.)
 
 `fixed-world`: micro-batches are accumulated locally, then an algorithm sums each bucket: the same bits for the same
 number of workers.
-`elastic`: micro-batch gradients are added in the fixed tree of `algorithms/deterministic_tree.py`, first on the worker
+`elastic`: micro-batch gradients are added in the fixed tree of `DeterministicTree`, first on the worker
 and then over workers.
 """
 
@@ -24,29 +24,26 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, start_all_reduce
-from phalanx.train.grad_sync.algorithms.deterministic_tree import (
+from phalanx.train.grad_sync.algorithms import (
+    AllReduceAlgorithm,
+    BinomialTree,
+    CommContext,
     DeterministicTree,
+    GradSyncAlgorithm,
+    ParameterServer,
     TreeNode,
     count_merges_after,
     cover_range,
 )
-from phalanx.train.grad_sync.algorithms.p2p import BinomialTree, ParameterServer
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets
 from phalanx.train.grad_sync.comm_queue import CommQueue
-from phalanx.train.grad_sync.compression.powersgd import PowerSGDCompression, make_projection_bases
-from phalanx.train.grad_sync.compression.reduced_precision import Bf16Compression, Int8Compression
+from phalanx.train.grad_sync.compression import (
+    Bf16Compression,
+    Int8Compression,
+    PowerSGDCompression,
+    make_projection_bases,
+)
 from phalanx.train.ops.collectives import Group
-
-
-class AllReduceAlgorithm(GradSyncAlgorithm):
-    """One phase, which the library overlaps with backward automatically."""
-
-    is_two_phase = False
-
-    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        return start_all_reduce(bucket.buffer.flat, self._comm.group)
-
 
 GRAD_SYNC_ALGORITHMS: dict[str, type[GradSyncAlgorithm]] = {
     "all-reduce": AllReduceAlgorithm,

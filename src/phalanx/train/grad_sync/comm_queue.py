@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from phalanx.train.grad_sync.algorithms.base import DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
+from phalanx.train.grad_sync.algorithms import DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
 from phalanx.train.grad_sync.buckets import Bucket
 
 

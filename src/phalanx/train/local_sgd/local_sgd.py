@@ -21,7 +21,7 @@ from phalanx.compat import call_foreach
 from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext
+from phalanx.train.grad_sync.algorithms import CommContext
 from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
 from phalanx.train.grad_sync.comm_queue import CommQueue

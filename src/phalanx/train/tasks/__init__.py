@@ -164,8 +164,7 @@ def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torc
     """Load the task of a recipe, for its model and data; a teacher on `device`. Raises RecipeError also where images do
     not fit the model, or a teacher does not fit the tokens."""
     if isinstance(recipe.task, DistillationConfig):
-        from phalanx.train.tasks.distillation import Distillation
-        from phalanx.train.tasks.teacher import load_teacher
+        from phalanx.train.tasks.distillation import Distillation, load_teacher
 
         load = partial(load_teacher, recipe.task.teacher, folder, facts, device)
         return Distillation(recipe.task, load, _open_chat_tokenizer(recipe, folder)[1] if recipe.task.on_policy else ())
