@@ -17,7 +17,7 @@ from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import RunEnded, RunStatus
-from phalanx.train.callbacks import TrainerCallback, find_methods
+from phalanx.train.callbacks import MomentCaller, TrainerCallback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, LiveState
 from phalanx.train.checkpoint.save import SaveContext
 from phalanx.train.distributed.collective_trace import CollectiveCheck
@@ -78,8 +78,7 @@ class Trainer(TrainerCallback):
             context.callbacks,
         ]
         self.train_step = context.make_train_step(timer, callbacks)
-        self._post_step = find_methods(callbacks, "post_step")
-        self._between_steps = find_methods(callbacks, "between_steps")
+        self._call = MomentCaller(callbacks)
         self._samples_at_step_start = train_state.samples_consumed
         self._num_yielded = 0  # micro-batches of the step that a custom loop has received
         self._stop_agreed = False
@@ -97,8 +96,7 @@ class Trainer(TrainerCallback):
     def end_step(self, result: StepResult, lr: float) -> None:
         """Complete a step after its update, and do what is due before the next."""
         self.train_step.finish(result)
-        for post_step in self._post_step:
-            post_step(result, lr)
+        self._call("post_step", result, lr)
         # A single worker needs no agreement: a request that came late in the step takes effect at once.
         stop_requested = self.context.dist_env.world_size == 1 and self.context.stop_request.requested
         self._stop_agreed = result.totals.flags.stop > 0 or stop_requested
@@ -107,7 +105,7 @@ class Trainer(TrainerCallback):
             step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
             # with local SGD those since the replicas last held the same weights
             due_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
-            for between_steps in self._between_steps:
+            for between_steps in self._call.methods["between_steps"]:  # an earlier one may end the run
                 between_steps(due_steps, self.is_done)
 
     @property

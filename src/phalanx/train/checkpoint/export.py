@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,13 +50,15 @@ from phalanx.train.adapters.quantized_base import dequantize
 from phalanx.train.checkpoint.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
-from phalanx.train.checkpoint.load import choose_weights, load_tensors
+from phalanx.train.checkpoint.load import batch_by_bytes, choose_weights, load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.checkpoint.pruning import PruningPlan
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
+from phalanx.train.hf.model import build_on_meta
 from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
+from phalanx.train.hf.weight_conversion import revert_conversion
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,8 +207,11 @@ def _write_export(
     plan = replace(_plan_export(manifest, origin, folder), dtypes=dtypes)
     if form is not None:
         plan = _quantize_plan(plan, form, origin, folder)
-    file_bytes = file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES
-    files = list(_split_into_files(plan, manifest, file_bytes))
+
+    def count_bytes(group: list[str]) -> int:
+        return sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
+
+    files = list(batch_by_bytes(plan.groups, count_bytes, file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES))
     single = len(files) == 1
     where: dict[str, str] = {}
     total = 0
@@ -279,7 +284,7 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
         if name not in manifest.tensors:
             raise DataError(f"the checkpoint says that {name} was made of other tensors, and does not hold it")
     shared: Mapping[str, str] | None = origin.get("tied")  # missing in older checkpoints
-    model = _build_meta_model(folder) if converted or (adapted and origin and shared is None) else None
+    model = build_on_meta(folder, {}) if converted or (adapted and origin and shared is None) else None
     if shared is None:
         shared = find_tied_names(model) if model is not None else {}
     tied = sorted((adapted - set(names)) | (adapted & set(shared.values())))
@@ -307,18 +312,11 @@ def _quantize_plan(plan: _ExportPlan, form: QuantizedForm, origin: Mapping[str, 
     if not origin or plan.converted:
         why = "its files hold other tensors than the model" if origin else "it did not come with model.build: hf:PATH"
         raise UsageError(f"--form: servers cannot load this model quantized, because {why}; use safetensors")
-    layers, ignored = choose_layers(form, _build_meta_model(folder))
+    layers, ignored = choose_layers(form, build_on_meta(folder, {}))
     config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     _write_json(folder / HF_CONFIG_FILE, {**config, QUANTIZATION_KEY: form.describe(ignored)})
     names = [f"{layer}.weight" for layer in layers]
     return replace(plan, form=form, quantized=frozenset(plan.renamed.get(name, name) for name in names))
-
-
-def _build_meta_model(folder: Path) -> nn.Module:
-    """Build the model of the exported config.json on the meta device."""
-    from phalanx.train.hf import model
-
-    return model.build_on_meta(folder, {})
 
 
 def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
@@ -326,7 +324,7 @@ def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str],
     DataError if the adapters' weights are not among them."""
     config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     _write_json(folder / HF_CONFIG_FILE, {**config, "tie_word_embeddings": False})
-    model = _build_meta_model(folder)
+    model = build_on_meta(folder, {})
     still_tied = find_tied_names(model)
     for name in tied:
         if name in still_tied or name in still_tied.values() or (name not in owners and name not in names):
@@ -341,17 +339,14 @@ def _make_group_tensors(
     checkpoint: Path, manifest: CheckpointManifest, plan: _ExportPlan, group: list[str]
 ) -> dict[str, Tensor]:
     """Return the tensors of a group under their exported names, with adapters merged."""
-    from phalanx.train.hf.weight_conversion import revert_conversion
-
     adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
     sources = [plan.source_names.get(name, name) for name in group]
     scales = {name: scale for name in sources if (scale := scale_name(name)) in manifest.tensors}
     loaded = load_tensors(checkpoint, [*sources, *adapters, *scales.values()], manifest=manifest)
     loaded |= {name: dequantize(loaded[name], loaded[scale]) for name, scale in scales.items()}
-    tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {
-        name: loaded[name] for name in adapters
-    }
+    tensors = {name: loaded[source] for name, source in zip(group, sources, strict=True)}
     if adapters:
+        tensors |= {name: loaded[name] for name in adapters}
         tensors = merge_adapters(tensors, adapter_scale(read_adapter_config(manifest)))
     if group[0] in plan.converted:
         assert plan.model is not None
@@ -392,20 +387,6 @@ def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[st
 
 def _write_json(path: Path, value: Any) -> None:
     write_synced(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_bytes: int) -> Iterator[list[list[str]]]:
-    """Yield the groups of each file; a group that is larger than `file_bytes` gets its own file."""
-    file: list[list[str]] = []
-    size = 0
-    for group in plan.groups:
-        nbytes = sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
-        if file and size + nbytes > file_bytes:
-            yield file
-            file, size = [], 0
-        file.append(group)
-        size += nbytes
-    yield file
 
 
 def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: NoteFn) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ _PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another
 _HASH_BLOCK_BYTES = 256 << 10  # bytes that are read and hashed at once, so that they are still in the core's cache
 
 
+ItemT = TypeVar("ItemT")
+
+
 class _ByteSpan(NamedTuple):
     """The bytes [start, end) of a file and the memory of the same size that they are read into."""
 
@@ -78,6 +81,23 @@ def load_tensors(
     loaded = {name: torch.empty(record.shape, dtype=record.torch_dtype) for name, record in records.items()}
     load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in loaded.items()], manifest)
     return loaded
+
+
+def batch_by_bytes(
+    items: Iterable[ItemT], count_bytes: Callable[[ItemT], int], max_bytes: int
+) -> Iterator[list[ItemT]]:
+    """Yield the items in order, in batches of at most `max_bytes`; a larger item has a batch of its own."""
+    batch: list[ItemT] = []
+    size = 0
+    for item in items:
+        nbytes = count_bytes(item)
+        if batch and size + nbytes > max_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
 
 
 def load_blocks(

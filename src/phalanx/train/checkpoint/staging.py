@@ -11,7 +11,7 @@ import itertools
 import math
 import mmap
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +227,7 @@ class StagingBuffer(PinnedBuffer):
         are ordered after what training has queued. It waits where the buffer is not there yet."""
         self.wait()
         self.bytes[: len(file_spec.header)] = np.frombuffer(file_spec.header, dtype=np.uint8)
-        self._copy_shards(
-            file_spec, shards, [i for i, shard in enumerate(shards) if _is_on_cpu(shard) and shard.name in copy_now]
-        )
+        self._copy_cpu_shards(file_spec, shards, lambda shard: shard.name in copy_now)
         if self._stream is None or self._gpu is None:
             return
         self._stream.wait_stream(self._gpu.current_stream())
@@ -247,9 +245,7 @@ class StagingBuffer(PinnedBuffer):
 
     def copy_from_cpu(self, file_spec: ShardFileSpec, shards: Sequence[TensorShard], copy_now: Collection[str]) -> None:
         """Called by the background thread: copy the rest of the CPU's tensors."""
-        self._copy_shards(
-            file_spec, shards, [i for i, shard in enumerate(shards) if _is_on_cpu(shard) and shard.name not in copy_now]
-        )
+        self._copy_cpu_shards(file_spec, shards, lambda shard: shard.name not in copy_now)
 
     def make_stream_wait(self) -> None:
         """Let what the training thread queues on the GPU from now on wait for the copies; the thread does not."""
@@ -262,11 +258,13 @@ class StagingBuffer(PinnedBuffer):
             with self._gpu.device(self.device):  # a thread begins with device 0, and would make a context there
                 self._done.synchronize()
 
-    def _copy_shards(self, file_spec: ShardFileSpec, shards: Sequence[TensorShard], chosen: Sequence[int]) -> None:
-        for i in chosen:
-            start, end = file_spec.spans[i]
-            source = as_array(shards[i].tensor)
-            np.copyto(self.bytes[start:end].view(source.dtype).reshape(source.shape), source)
+    def _copy_cpu_shards(
+        self, file_spec: ShardFileSpec, shards: Sequence[TensorShard], is_chosen: Callable[[TensorShard], bool]
+    ) -> None:
+        for shard, (start, end) in zip(shards, file_spec.spans, strict=True):
+            if _is_on_cpu(shard) and is_chosen(shard):
+                source = as_array(shard.tensor)
+                np.copyto(self.bytes[start:end].view(source.dtype).reshape(source.shape), source)
 
 
 def _is_on_cpu(shard: TensorShard) -> bool:
