@@ -90,15 +90,9 @@ def load_trained_model(
     check_nothing_left(manifest.tensors, names, str(checkpoint))
     with torch.no_grad():
         load_model_tensors(model, load_tensors(checkpoint, names, manifest), str(checkpoint))
-    return TrainedModel(
-        model.eval(),
-        recipe,
-        facts,
-        modules if list_user_code(recipe) else None,
-        checkpoint,
-        from_meta(manifest.meta.get("image_normalization")),
-        tuple(notes),
-    )
+    own_code = modules if list_user_code(recipe) else None
+    normalization = from_meta(manifest.meta.get("image_normalization"))
+    return TrainedModel(model.eval(), recipe, facts, own_code, checkpoint, normalization, tuple(notes))
 
 
 def set_threads(num_threads: int) -> None:

@@ -231,23 +231,8 @@ RANDOM_FUNCTIONS = INIT_FUNCTIONS | {
     torch.rand_like,
 }
 """Other common functions that draw random numbers; the generator's state shows at the end whether there were more."""
-METADATA_ATTRIBUTES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "__hash__",
-    ],
-)
+_PLAIN_ATTRIBUTES = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"}
+METADATA_ATTRIBUTES = _PLAIN_ATTRIBUTES | {"size", "dim", "numel", "stride", "__hash__"}
 """Methods and attributes that do not depend on a tensor's values."""
 
 

@@ -9,6 +9,7 @@ workers, so all workers make the same one. A custom loop (`session.py`) drives t
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,15 +49,8 @@ class Trainer(TrainerCallback):
         mesh, local_sgd = context.parallel_model.mesh, context.parallel_model.local_sgd
         trained = list(trainable_parameters(context.model))
         meta = {**common_meta, "run": context.run.absolute_location, "trained_parameters": trained}
-        save_context = SaveContext(
-            context.run,
-            dist_env,
-            mesh,
-            meta,
-            report,
-            context.reporter.flush,
-            record_progress=lambda: context.heartbeat.record("ending"),
-        )
+        flush, record_progress = context.reporter.flush, partial(context.heartbeat.record, "ending")
+        save_context = SaveContext(context.run, dist_env, mesh, meta, report, flush, record_progress=record_progress)
         self.checkpointer = Checkpointer(
             save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), train_state
         )
@@ -175,13 +169,8 @@ class Trainer(TrainerCallback):
         mesh = context.parallel_model.mesh
         gc.collect()
         gc.freeze()  # what exists now stays; later collections need not look at it again
-        rank_batch = RankBatch(
-            recipe.batch.global_size,
-            recipe.batch.global_size // context.accumulator.num_micro_batches,
-            mesh.dp_rank,
-            mesh.dp_size,
-            mesh.micro_batch_stride,
-        )
+        size, micro_size = recipe.batch.global_size, recipe.batch.global_size // context.accumulator.num_micro_batches
+        rank_batch = RankBatch(size, micro_size, mesh.dp_rank, mesh.dp_size, mesh.micro_batch_stride)
         with Prefetcher(context.data, rank_batch, train_state.samples_consumed) as batches:
             self.timer.start()
             yield batches

@@ -262,7 +262,11 @@ def warm_up_compile(
     start_time, breaks = clock(), count_graph_breaks()
     step, timer = train_state.step + 1, HostStepTimer()
     timer.start()
-    train_step, micro_batches = context.make_train_step(timer), _read_next_step(context, train_state)
+    train_step, micro_size = context.make_train_step(timer), context.recipe.batch.micro_size
+    micro_batches = [
+        context.data.read_training(train_state.samples_consumed + index * micro_size, micro_size)
+        for index in context.accumulator.own_micro_batches
+    ]
     with _restoring_state(context.parallel_model, context.dist_env.device):
         # The first run compiles, and the second records a CUDA graph.
         for _ in range(3 if context.recipe.compile == "cuda-graphs" else 1):
@@ -279,15 +283,6 @@ def warm_up_compile(
         compiled = sum(is_compiled(part) for module in context.parallel_model.modules for part in module.modules())
         seconds, breaks = clock() - start_time, count_graph_breaks() - breaks
         context.reporter.report_event(Compiled(duration_s=seconds, num_blocks=compiled, num_graph_breaks=breaks))
-
-
-def _read_next_step(context: TrainContext, train_state: TrainState) -> list[Any]:
-    """This worker's micro-batches of the next step."""
-    consumed, micro_size = train_state.samples_consumed, context.recipe.batch.micro_size
-    return [
-        context.data.read_training(consumed + index * micro_size, micro_size)
-        for index in context.accumulator.own_micro_batches
-    ]
 
 
 def _run_backward(loss: Tensor, parallel_model: ParallelModel) -> None:

@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import (
-    LORA_A_NAME,
-    LORA_B_NAME,
-    MAGNITUDE_NAME,
-    adapted_weight_name,
-    adapter_names,
-    is_adapter_name,
-)
 from phalanx.train.adapters.quantized_base import quantize_base, read_weight
 from phalanx.train.adapters.targets import (
     CONVOLUTIONS,
+    LORA_A_NAME,
+    LORA_B_NAME,
+    MAGNITUDE_NAME,
     AdapterTarget,
+    adapted_weight_name,
+    adapter_names,
     check_tied_weights,
+    is_adapter_name,
     select_adapter_targets,
     select_whole_modules,
 )

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.errors import RecipeError
-from phalanx.train.adapters.names import SCALE_NAME
-from phalanx.train.adapters.targets import find_adapter_targets
+from phalanx.train.adapters.targets import SCALE_NAME, find_adapter_targets
 from phalanx.train.ops.blocks import find_router_names, is_conv1d, names_in_blocks
 
 BLOCK_SIZE = 64

@@ -1,22 +1,16 @@
-"""Choose what gets an adapter: linear layers, convolutions, embeddings, projections of attention and fused experts."""
+"""What can have an adapter, and the names of its parameters, which are next to the weight that they belong to: linear
+layers, convolutions, embeddings, projections of attention and fused experts.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import (
-    adapted_weight_name,
-    adapter_names,
-    get_whole_shape,
-    has_adapter,
-    is_adapter_name,
-    is_added_name,
-)
 from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
@@ -26,6 +20,53 @@ from phalanx.train.ops.blocks import (
     matches_pattern,
     names_in_blocks,
 )
+
+LORA_A_NAME, LORA_B_NAME, MAGNITUDE_NAME = ADAPTER_NAMES = ("lora_a", "lora_b", "lora_magnitude")
+
+SCALE_NAME = "weight_block_scale"
+"""The attribute of a layer that holds the scales of its weight, if that is quantized (`quantized_base.py`)."""
+
+
+def adapter_names(weight_name: str) -> tuple[str, str, str]:
+    """Return the names of A, B and the magnitudes of a weight."""
+    path, dot, last = weight_name.rpartition(".")
+    prefix = path + dot + ("" if last == "weight" else f"{last}_")
+    return prefix + LORA_A_NAME, prefix + LORA_B_NAME, prefix + MAGNITUDE_NAME
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether a parameter of this name is part of an adapter."""
+    last = name.rpartition(".")[2]
+    return last in ADAPTER_NAMES or last.endswith(tuple(f"_{part}" for part in ADAPTER_NAMES))
+
+
+def is_added_name(name: str) -> bool:
+    """Return whether a parameter of this name is not one of the base model: of an adapter, or scales."""
+    return is_adapter_name(name) or name.endswith(f".{SCALE_NAME}")
+
+
+def scale_name(weight_name: str) -> str:
+    """Return the name of the scales of a weight."""
+    return f"{weight_name}_block_scale"
+
+
+def get_whole_shape(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return the shape of the weight that a tensor of a model stands for: in NF4 a byte has two numbers of a row."""
+    shape = tuple(tensors[name].shape)
+    is_packed = tensors[name].dtype == torch.uint8 and scale_name(name) in tensors
+    return (shape[0], 2 * shape[1]) if is_packed else shape
+
+
+def adapted_weight_name(name: str) -> str:
+    """Return the name of the weight that a parameter of an adapter belongs to."""
+    path = next(name.removesuffix(part) for part in ADAPTER_NAMES if name.endswith(part))
+    return path.removesuffix("_") if path.endswith("_") else f"{path}weight"
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Return whether a layer has an adapter."""
+    return isinstance(getattr(module, LORA_A_NAME, None), Tensor)
+
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -42,8 +42,7 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
 )
 from phalanx.train.checkpoint.save import lower_thread_priority
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import RankRecord, ShardFileSpec, decode_record, encode_record
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from phalanx.errors import UsageError
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.hf.config import QUANTIZATION_KEY
 from phalanx.train.hf.model import build_on_meta, load_weights, match_tensor_names
-from phalanx.train.hf.safetensors_reader import WeightReader, open_weight_reader
-from phalanx.train.hf.weight_conversion import open_converted_source
+from phalanx.train.hf.safetensors_reader import WeightReader, open_converted_source, open_weight_reader
 from phalanx.train.ops.blocks import find_expert_stacks, find_router_names
 
 SCALE_SUFFIX = "weight_scale"

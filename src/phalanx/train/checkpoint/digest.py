@@ -25,7 +25,7 @@ import xxhash
 from phalanx.errors import DataError
 from phalanx.train.checkpoint.format import MANIFEST_NAME, read_manifest
 from phalanx.train.checkpoint.load import batch_by_bytes, load_tensors
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 

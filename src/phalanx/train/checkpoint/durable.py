@@ -34,8 +34,13 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_with_checksums
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import (
+    RankRecord,
+    ShardFileSpec,
+    decode_record,
+    encode_record,
+    write_with_checksums,
+)
 
 
 class DurableDirectory:
@@ -222,16 +227,10 @@ def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -
         if whole >= keep:
             if parse_step(path) not in protect:
                 discard_directory(path)
-        elif _has_good_manifest(path):
-            whole += 1
-
-
-def _has_good_manifest(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CorruptCheckpointError:
-        return False
-    return True
+        else:
+            with suppress(CorruptCheckpointError):
+                read_manifest(path)
+                whole += 1
 
 
 class Retention:

@@ -39,14 +39,14 @@ from phalanx.run.companions import (
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
 from phalanx.train.adapters.lora import adapter_scale, merge_adapters
-from phalanx.train.adapters.names import (
+from phalanx.train.adapters.quantized_base import dequantize
+from phalanx.train.adapters.targets import (
     adapted_weight_name,
     adapter_names,
     is_adapter_name,
     is_added_name,
     scale_name,
 )
-from phalanx.train.adapters.quantized_base import dequantize
 from phalanx.train.checkpoint.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
@@ -57,8 +57,7 @@ from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
 from phalanx.train.hf.model import build_on_meta
-from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
-from phalanx.train.hf.weight_conversion import revert_conversion
+from phalanx.train.hf.safetensors_reader import find_tied_names, revert_conversion, strip_wrapper_parts
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

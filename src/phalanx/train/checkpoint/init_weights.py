@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from phalanx.errors import DataError
 from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key, pin_location
 from phalanx.storage.url import is_url, parse_url
-from phalanx.train.adapters.names import MAGNITUDE_NAME, get_whole_shape, is_adapter_name, is_added_name, scale_name
 from phalanx.train.adapters.quantized_base import quantize
+from phalanx.train.adapters.targets import MAGNITUDE_NAME, get_whole_shape, is_adapter_name, is_added_name, scale_name
 from phalanx.train.checkpoint.format import CheckpointManifest, list_checkpoints, read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors
 from phalanx.train.checkpoint.load_plan import find_unused_entries

@@ -35,7 +35,7 @@ from phalanx.train.checkpoint.format import (
     make_unreadable_error,
     read_manifest,
 )
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 OnReject = Callable[[Path, str, str], None]

@@ -54,11 +54,10 @@ def get_local_state(state: AppState) -> dict[str, LocalTensor]:
             shape = state_entry_shape(entry, parameter.shape)
             if value.dim() and not parallel_model.is_sharded(name, parameter):
                 shape = value.shape  # a user's optimizer may have state of other shapes
-            local_tensors[key] = (
-                parallel_model.local_tensor(name, parameter, value, shape)
-                if value.dim()
-                else parallel_model.replicated_tensor(value)
-            )
+            if value.dim():
+                local_tensors[key] = parallel_model.local_tensor(name, parameter, value, shape)
+            else:
+                local_tensors[key] = parallel_model.replicated_tensor(value)
     replicated = dict(optimizer.group_settings())
     for module in parallel_model.modules:
         extra = get_extra_state(module)

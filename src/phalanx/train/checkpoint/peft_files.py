@@ -21,8 +21,13 @@ from phalanx.recipe.schema import AdapterConfig
 from phalanx.safe_files import read_json
 from phalanx.storage.url import is_url
 from phalanx.train.adapters.lora import add_adapters
-from phalanx.train.adapters.names import adapter_names
-from phalanx.train.adapters.targets import CONVOLUTIONS, AdapterTarget, find_adapter_targets, select_whole_modules
+from phalanx.train.adapters.targets import (
+    CONVOLUTIONS,
+    AdapterTarget,
+    adapter_names,
+    find_adapter_targets,
+    select_whole_modules,
+)
 from phalanx.train.checkpoint.format import CheckpointManifest
 from phalanx.train.checkpoint.init_weights import list_local_tensors
 from phalanx.train.checkpoint.load import load_tensors

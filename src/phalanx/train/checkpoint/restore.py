@@ -52,8 +52,7 @@ from phalanx.train.checkpoint.in_memory.format import (
 )
 from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
-from phalanx.train.checkpoint.shard_file import RankRecord, write_record
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import RankRecord, as_bytes, write_record
 from phalanx.train.checkpoint.store_fetch import RejectedFile, StoreSource
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (

@@ -32,7 +32,13 @@ from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
 from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, RankManifest, merge_rank_manifests, rank_file_name
-from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
+from phalanx.train.checkpoint.shard_file import (
+    ShardFileSpec,
+    SharedStaging,
+    StagingBuffer,
+    TensorShard,
+    plan_shard_file,
+)
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.object_collectives import (
@@ -233,9 +239,8 @@ class CheckpointSaver:
             destination.write(step, staging.file_bytes(file_spec), file_spec, self._meta, self._cancelled)
         except OSError as error:
             destination.remove_own(step)
-            return self._make_status(
-                SavePhase.FAILED, step, reason=_describe_error(error, destination.shard_path(step))
-            )
+            reason = _describe_error(error, destination.shard_path(step))
+            return self._make_status(SavePhase.FAILED, step, reason=reason)
         return self._make_status(SavePhase.WRITTEN, step, size_bytes=file_spec.nbytes)
 
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveStatus:
@@ -253,13 +258,8 @@ class CheckpointSaver:
 @dataclass
 class SaveInFlight:
     """A worker's part in the save in flight: at most one at a time, of the same step and to the same destination on all
-    workers.
-
-    Args:
-        in_memory: whether it goes to the memory of the nodes, and not to disk.
-        best_loss: the validation loss, if this state is the best so far.
-        failure: why the save failed, if this worker knows, else "".
-    """
+    workers. `in_memory`: to the memory of the nodes, and not to disk. `best_loss`: the validation loss, if this state
+    is the best so far. `failure`: why the save failed, if this worker knows, else ""."""
 
     step: int
     saver: CheckpointSaver

@@ -191,16 +191,9 @@ class ContextParallel:
         causal = is_causal or attn_mask is not None
         if self.method == "gather" and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        masks = self.masks if causal else None
         return attention_over_context(
-            query,
-            key,
-            value,
-            self.group,
-            self.method,
-            causal=causal,
-            masks=self.masks if causal else None,
-            scale=scale,
-            dropout_p=dropout_p,
+            query, key, value, self.group, self.method, causal=causal, masks=masks, scale=scale, dropout_p=dropout_p
         )
 
 

@@ -82,13 +82,10 @@ class Passthrough(ModuleStub):
         return self._wrap_output(get_first_argument(args, kwargs))
 
 
-class StageInput(ModuleStub):
+class StageInput(Passthrough):
     """Returns `hidden`, which is set before each forward."""
 
-    def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
-        super().__init__(original)
-        self._wrap_output = wrap_output
-        self.hidden: Tensor | None = None
+    hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.hidden is not None

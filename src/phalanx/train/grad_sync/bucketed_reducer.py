@@ -25,35 +25,16 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms import (
-    AllReduceAlgorithm,
-    BinomialTree,
     CommContext,
     DeterministicTree,
     GradSyncAlgorithm,
-    ParameterServer,
-    TreeNode,
     count_merges_after,
     cover_range,
 )
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets
 from phalanx.train.grad_sync.comm_queue import CommQueue
-from phalanx.train.grad_sync.compression import (
-    Bf16Compression,
-    Int8Compression,
-    PowerSGDCompression,
-    make_projection_bases,
-)
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS, make_projection_bases
 from phalanx.train.ops.collectives import Group
-
-GRAD_SYNC_ALGORITHMS: dict[str, type[GradSyncAlgorithm]] = {
-    "all-reduce": AllReduceAlgorithm,
-    "bf16": Bf16Compression,
-    "int8": Int8Compression,
-    "powersgd": PowerSGDCompression,
-    "binomial-tree": BinomialTree,
-    "parameter-server": ParameterServer,
-}
-"""The algorithms by their names in recipes."""
 
 
 class BucketedReducer:
@@ -92,9 +73,7 @@ class BucketedReducer:
         self.micro_batches = micro_batches
         indices_by_rank = [micro_batch_range(micro_batches, r, world_size) for r in range(world_size)]
         self._first_micro_batch, self._last_micro_batch = indices_by_rank[rank].start, indices_by_rank[rank].stop - 1
-        self._tree_nodes_by_rank: list[list[TreeNode]] = [
-            cover_range(micro_batches, own_indices.start, own_indices.stop) for own_indices in indices_by_rank
-        ]
+        self._tree_nodes_by_rank = [cover_range(micro_batches, each.start, each.stop) for each in indices_by_rank]
         factory = GRAD_SYNC_ALGORITHMS[algorithm]
         carries_metrics = factory.carries_metrics and not is_elastic
         has_metric_slots = (

@@ -30,9 +30,12 @@ from torch import Tensor, nn
 
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.grad_sync.algorithms import (
+    AllReduceAlgorithm,
+    BinomialTree,
     CommContext,
     GradSyncAlgorithm,
     P2PScatterGather,
+    ParameterServer,
     PendingWork,
     start_all_reduce,
 )
@@ -362,3 +365,14 @@ def split_into_chunks(count: int, blocks: int, cache_sized: bool) -> list[tuple[
         for row in range(0, count, rows)
         for column in range(0, blocks, columns)
     ]
+
+
+GRAD_SYNC_ALGORITHMS: dict[str, type[GradSyncAlgorithm]] = {
+    "all-reduce": AllReduceAlgorithm,
+    "bf16": Bf16Compression,
+    "int8": Int8Compression,
+    "powersgd": PowerSGDCompression,
+    "binomial-tree": BinomialTree,
+    "parameter-server": ParameterServer,
+}
+"""All algorithms, with and without compression, by their names in recipes."""

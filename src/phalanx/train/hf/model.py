@@ -19,19 +19,21 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.names import get_whole_shape, has_adapter, is_added_name
+from phalanx.train.adapters.targets import get_whole_shape, has_adapter, is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.safetensors_reader import (
+    ConvertedWeightSource,
     WeightReader,
     copy_tensor_into,
     find_tied_names,
+    open_converted_source,
     open_weight_reader,
+    preload_conversions,
     strip_wrapper_parts,
 )
-from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source, preload_conversions
 
 _NEW_HEAD_ATTRIBUTE = "_phalanx_new_head"
 MAX_LISTED_TENSORS = 5

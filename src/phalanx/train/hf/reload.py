@@ -224,13 +224,13 @@ def reload_with_llama_cpp(payload: dict[str, Any]) -> dict[str, Any]:
     ReloadReply, both as mappings."""
     request, reply = TypeAdapter(ReloadRequest).validate_python(payload), ReloadReply()
     try:
-        reply.checks.extend(_check_file(request, reply))  # those before an exception, too
+        reply.checks.extend(_check_gguf_file(request, reply))  # those before an exception, too
     except Exception as error:  # noqa: BLE001 - llama.cpp may raise anything for wrong files
         reply.checks.append(ProofCheck("load", False, describe_exception(error)))
     return asdict(reply)
 
 
-def _check_file(request: ReloadRequest, reply: ReloadReply) -> Iterator[ProofCheck]:
+def _check_gguf_file(request: ReloadRequest, reply: ReloadReply) -> Iterator[ProofCheck]:
     import llama_cpp
 
     file, tokens = Path(request.directory), load_file(Path(request.scratch, INPUTS_FILE))["inputs"]
@@ -241,8 +241,8 @@ def _check_file(request: ReloadRequest, reply: ReloadReply) -> Iterator[ProofChe
     architecture = model.metadata.get("general.architecture")
     yield ProofCheck("load", True, f"{architecture} by llama-cpp-python {llama_cpp.__version__}")
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-    yield from _compare_text(model, tokenizer, request)
-    save_file({"scores": _compute_scores(model, tokens)}, Path(request.scratch, SCORES_FILE))
+    yield from _compare_gguf_text(model, tokenizer, request)
+    save_file({"scores": _compute_gguf_scores(model, tokens)}, Path(request.scratch, SCORES_FILE))
     vocab = llama_cpp.llama_model_get_vocab(model.model)
     ends = [token for token in range(model.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token)]
     own, reply.end_tokens = set([] if request.text is None else request.text.ends), ends
@@ -256,7 +256,7 @@ def _check_file(request: ReloadRequest, reply: ReloadReply) -> Iterator[ProofChe
         reply.generated.append(generated)
 
 
-def _compare_text(model: Any, tokenizer: Any, request: ReloadRequest) -> Iterator[ProofCheck]:
+def _compare_gguf_text(model: Any, tokenizer: Any, request: ReloadRequest) -> Iterator[ProofCheck]:
     """Compare the tokens of texts, of one with all control tokens and of a dialogue, and the chat template."""
     texts = [] if request.text is None else list(request.text.texts)
     texts.append(f"a {' b'.join(tokenizer.all_special_tokens)}\nc")
@@ -273,7 +273,7 @@ def _compare_text(model: Any, tokenizer: Any, request: ReloadRequest) -> Iterato
     yield ProofCheck("chat template", is_same, "is the tokenizer's" if is_same else "is not the tokenizer's")
 
 
-def _compute_scores(model: Any, tokens: Tensor) -> Tensor:
+def _compute_gguf_scores(model: Any, tokens: Tensor) -> Tensor:
     """tokens [n, s] -> logits [n, s, vocabulary] in fp32."""
     rows = []
     for sample in tokens.tolist():

@@ -22,9 +22,9 @@ from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.process_group import clone_group
 from phalanx.train.grad_sync.algorithms import CommContext
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
 from phalanx.train.grad_sync.comm_queue import CommQueue
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from phalanx.train.ops.collectives import Group
 
 
@@ -59,12 +59,10 @@ class SyncSchedule:
 
     def fragments_in_flight(self, step: int) -> list[int]:
         """Return the fragments that were sent by the end of this step and are not applied yet."""
-        if step == self.last_step:
+        if step == self.last_step or not self.sync_delay:
             return []
         start_steps = range(max(self.warmup_steps, step - self.sync_delay) + 1, step + 1)
-        return (
-            [fragment for each in start_steps for fragment in self.fragments_starting(each)] if self.sync_delay else []
-        )
+        return [fragment for each in start_steps for fragment in self.fragments_starting(each)]
 
     def steps_in_sync(self, step: int) -> range:
         """Return the steps with evaluations and saves that are due after this step. If all weights are synchronized at
@@ -203,11 +201,9 @@ class LocalSGD:
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """Return this worker's error feedback of pseudo-gradients, live; empty if the algorithm has none."""
-        return (
-            self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
-            if self._factory.uses_error_feedback
-            else {}
-        )
+        if not self._factory.uses_error_feedback:
+            return {}
+        return self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
 
     def close(self) -> None:
         """Release the process groups."""

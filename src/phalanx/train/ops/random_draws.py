@@ -476,12 +476,10 @@ def attention(
     return attend_dropping(query, key, value, kept, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
 
 
-torch_dropout, torch_attention, torch_rand, torch_randint = (
-    F.dropout,
-    F.scaled_dot_product_attention,
-    torch.rand,
-    torch.randint,
-)
+torch_dropout = F.dropout
+torch_attention = F.scaled_dot_product_attention
+torch_rand = torch.rand
+torch_randint = torch.randint
 _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
     (F, "dropout1d"): _replace_dropout(F.dropout1d, features=True, alpha=False, unbatched_dims=2),
@@ -498,20 +496,9 @@ _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     **{(torch, name): _refuse_cut(getattr(torch, name), name) for name in ("multinomial", "poisson", "binomial")},
 }
 """Replacements by owner and name, from the first run in a process on."""
+_FILLING_METHODS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 _METHOD_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    **{
-        name: _replace_in_place(getattr(Tensor, name))
-        for name in (
-            "bernoulli_",
-            "cauchy_",
-            "exponential_",
-            "geometric_",
-            "log_normal_",
-            "normal_",
-            "random_",
-            "uniform_",
-        )
-    },
+    **{f"{name}_": _replace_in_place(getattr(Tensor, f"{name}_")) for name in _FILLING_METHODS},
     "bernoulli": _replace_bernoulli(Tensor.bernoulli),
     "multinomial": _refuse_cut(Tensor.multinomial, "multinomial"),
 }

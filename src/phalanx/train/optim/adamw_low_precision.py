@@ -278,18 +278,13 @@ def decode_state(entries: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @cache
-def signed_table(device: torch.device) -> Tensor:
-    """Return the dynamic table for signed numbers [256], ascending, from -0.993 to 1. Each decade below 1 has half as
-    many numbers as the decade above it."""
-    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2**decade)]
-    return torch.tensor([*(-number for number in reversed(positive)), 0.0, *positive, 1.0], device=device)
-
-
-@cache
-def unsigned_table(device: torch.device) -> Tensor:
-    """Return the dynamic table for non-negative numbers [256], ascending, from 0 to 1: twice as dense."""
-    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2 ** (decade + 1))]
-    return torch.tensor([0.0, *positive, 1.0], device=device)
+def make_dynamic_table(is_signed: bool, device: torch.device) -> Tensor:
+    """Return the dynamic table [256], ascending, for signed numbers from -0.993 to 1, or twice as dense for those from
+    0 to 1. Each decade below 1 has half as many numbers as the decade above it."""
+    density = 1 if is_signed else 2
+    positive = [number for decade in range(7) for number in _decade_midpoints(decade, density * 2**decade)]
+    negative = [-number for number in reversed(positive)] if is_signed else []
+    return torch.tensor([*negative, 0.0, *positive, 1.0], device=device)
 
 
 def _decade_midpoints(decade: int, count: int) -> list[float]:
@@ -298,7 +293,7 @@ def _decade_midpoints(decade: int, count: int) -> list[float]:
 
 
 def _moment_table(moment: int, x: Tensor) -> Tensor:
-    return (signed_table, unsigned_table)[moment](x.device)
+    return make_dynamic_table(moment == 0, x.device)
 
 
 def _look_up(table: Tensor, indices: Tensor) -> Tensor:

@@ -118,11 +118,8 @@ def build_optimizers(
             return _build_adamw(groups, spec)
         return LOW_PRECISION_ADAMW[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
 
-    def make_on_host(groups: list[ParamGroup], of: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
-        return make(groups, {host_copy: origins[parameter] for host_copy, parameter in of.items()})
-
     if offload and _needs_offload(names):
-        return [OffloadedOptimizer(groups, make_on_host)]
+        return [OffloadedOptimizer(groups, lambda groups, of: make(groups, {copy: origins[of[copy]] for copy in of}))]
     return [make(groups, origins)]
 
 

@@ -71,14 +71,8 @@ class LanguageModeling:
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """Compute the loss from the input of an output layer without bias, hidden [b, s, w], and its weight [v, w],
         without materializing all logits. Within `vocab_parallel`, weight is this rank's shard of the vocabulary."""
-        targets, vocabulary = batch["targets"], get_current_vocab_shard()
-        losses = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            targets.flatten(),
-            group=vocabulary.group,
-            vocab_size=vocabulary.size,
-        )
+        targets = batch["targets"]
+        losses = linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), get_current_vocab_shard())
         return losses, (targets != -100).sum()
 
 
@@ -169,18 +163,14 @@ def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torc
         load = partial(load_teacher, recipe.task.teacher, folder, facts, device)
         return Distillation(recipe.task, load, _open_chat_tokenizer(recipe, folder)[1] if recipe.task.on_policy else ())
     if isinstance(recipe.task, GrpoConfig):
-        return _open_grpo(recipe.task, recipe, folder)
+        from phalanx.train.tasks.grpo import Grpo
+
+        reward = import_object(recipe.task.reward, folder, key="task.reward")
+        return Grpo(recipe.task, reward, *_open_chat_tokenizer(recipe, folder))
     task = load_task(recipe.task, folder)
     if isinstance(task, Classification) and (inputs := find_image_inputs(recipe.model.build, folder, facts)):
         task.normalization = inputs.normalization
     return task
-
-
-def _open_grpo(config: GrpoConfig, recipe: Recipe, folder: Path | None) -> Task:
-    from phalanx.train.tasks.grpo import Grpo
-
-    tokenizer, ends = _open_chat_tokenizer(recipe, folder)
-    return Grpo(config, import_object(config.reward, folder, key="task.reward"), tokenizer, ends)
 
 
 def _open_chat_tokenizer(recipe: Recipe, folder: Path | None) -> tuple[Tokenizer, list[int]]:

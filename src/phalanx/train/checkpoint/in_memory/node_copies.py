@@ -34,8 +34,7 @@ from phalanx.train.checkpoint.format import Bytes, rank_file_name
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, prune_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaPeers
 from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext
-from phalanx.train.checkpoint.shard_file import RankRecord, write_record, write_with_checksums
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import RankRecord, ShardFileSpec, write_record, write_with_checksums
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
