@@ -17,7 +17,7 @@ from phalanx.recipe.locations import huggingface_directory
 from phalanx.train.adapters.initial_values import init_from_weights
 from phalanx.train.adapters.targets import has_adapter
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
-from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.load_plan import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
@@ -213,8 +213,7 @@ def _build_parallel_model(
         recipe,
         seq_len=data.info.seq_len,
         # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
-        vocab_parallel_loss=loss_fn.lm_head is not None
-        and getattr(type(loss_fn.task), "head_loss", None) is LanguageModeling.head_loss,
+        vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
         cache_weight_casts=cache_weight_casts,
         lm_head=None if head is None else head.name,
     )
@@ -254,6 +253,10 @@ def uses_cached_casts(compiled: bool | str, precision: str, device: torch.device
     return compiled is True and precision in AUTOCAST_DTYPES and device.type == "cuda"
 
 
+def _has_built_in_head_loss(task: Task) -> bool:
+    return getattr(type(task), "head_loss", None) is LanguageModeling.head_loss
+
+
 def _head_loss_matches_loss(task: Task) -> bool:
     """Whether `head_loss` belongs to the `loss` of this task; a subclass may override only one of them."""
     owners = [kind for kind in type(task).__mro__ if "loss" in vars(kind) or "head_loss" in vars(kind)]
@@ -273,9 +276,8 @@ def choose_reducer(
 ) -> GradReducer:
     """Make the reducer of a worker. Plain replicas also sum `num_metric_slots` fp32 values in a bucket with it."""
     mesh, micro_batches = parallel_model.mesh, recipe.batch.global_size // recipe.batch.micro_size
-    layers = [
-        part for module in parallel_model.modules for part in module.modules() if isinstance(part, CachedCastLinear)
-    ]
+    parts = (part for module in parallel_model.modules for part in module.modules())
+    layers = [part for part in parts if isinstance(part, CachedCastLinear)]
     parameters = list(parallel_model.trainable_parameters().values())
     if mesh.is_tree_hsdp:
         parameters = sort_in_reduction_order(parallel_model.modules, parameters)

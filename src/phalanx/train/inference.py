@@ -55,12 +55,7 @@ class TrainedModel:
 
 
 def load_trained_model(
-    run: Run,
-    step: int | None,
-    best: bool,
-    device: torch.device,
-    trusted: bool = False,
-    weights: str | None = None,
+    run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False, weights: str | None = None
 ) -> TrainedModel:
     """Load the model from the run's checkpoint of `step`, from its best one, or from its newest good one. `weights` as
     in `choose_weights`.
@@ -210,11 +205,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 def generate_tokens(
-    model: nn.Module,
-    prompt: Sequence[int],
-    sampling: SamplingOptions,
-    window: int,
-    device: torch.device,
+    model: nn.Module, prompt: Sequence[int], sampling: SamplingOptions, window: int, device: torch.device
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt` (at least one token). The model sees the last `window`. The same seed gives
     the same text."""

@@ -190,9 +190,8 @@ class LossFn:
         mine = shard_batch(batch, self.context_split.group, self.context_split.method)
         with ContextParallel(self.context_split.group, self.context_split.method, documents) as context:
             yield mine
-            if (
-                not context.attention_seen
-            ):  # if one process can hold the model, a trial checks more (autoconfig/causality_check.py)
+            # If one process can hold the model, a trial checks more (autoconfig/causality_check.py).
+            if not context.attention_seen:
                 raise RecipeError(
                     "parallelism.context: the model's forward never calls "
                     "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "

@@ -56,11 +56,8 @@ def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> d
     config.json.
     """
     if (directory := huggingface_directory(spec.build, folder)) is not None:
-        return {
-            "build": spec.build,
-            "args": spec.args,
-            "huggingface": hf_model.describe_for_export(directory, spec.args, facts),
-        }
+        origin = hf_model.describe_for_export(directory, spec.args, facts)
+        return {"build": spec.build, "args": spec.args, "huggingface": origin}
     builder = import_object(spec.build, folder, key="model.build")
     return {"build": spec.build, "args": fill_arguments(builder, spec.args, model_facts(facts))}
 
@@ -207,29 +204,18 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
+_PLAIN_DISTRIBUTIONS = ("normal_", "uniform_", "trunc_normal_")
+_SCALED_DISTRIBUTIONS = ("xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_")
 INIT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
         Tensor.normal_,
         Tensor.uniform_,
-        init.normal_,
-        init.uniform_,
-        init.trunc_normal_,
-        init.xavier_normal_,
-        init.xavier_uniform_,
-        init.kaiming_normal_,
-        init.kaiming_uniform_,
+        *(getattr(init, name) for name in (*_PLAIN_DISTRIBUTIONS, *_SCALED_DISTRIBUTIONS)),
     )
 )
 """Functions that only fill a tensor with random numbers and return it."""
-RANDOM_FUNCTIONS = INIT_FUNCTIONS | {
-    torch.randn,
-    torch.rand,
-    torch.normal,
-    torch.randint,
-    torch.randperm,
-    torch.randn_like,
-    torch.rand_like,
-}
+_RANDOM_NAMES = ("randn", "rand", "normal", "randint", "randperm", "randn_like", "rand_like")
+RANDOM_FUNCTIONS = INIT_FUNCTIONS | {getattr(torch, name) for name in _RANDOM_NAMES}
 """Other common functions that draw random numbers; the generator's state shows at the end whether there were more."""
 _PLAIN_ATTRIBUTES = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"}
 METADATA_ATTRIBUTES = _PLAIN_ATTRIBUTES | {"size", "dim", "numel", "stride", "__hash__"}
@@ -272,9 +258,8 @@ class SkipInit(TorchFunctionMode):
             return first
         if function in RANDOM_FUNCTIONS:
             self._fail()
-        touched = [
-            tensor for tensor in iterate_tensors((args, kwargs)) if _storage_address(tensor) in self._uninitialized
-        ]
+        tensors = iterate_tensors((args, kwargs))
+        touched = [tensor for tensor in tensors if _storage_address(tensor) in self._uninitialized]
         result = function(*args, **kwargs)
         is_in_place = result is first and all(tensor is first for tensor in touched)
         if touched and not is_in_place and _attribute_name(function) not in METADATA_ATTRIBUTES:

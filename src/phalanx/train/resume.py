@@ -60,14 +60,13 @@ def resume_training(
         return TrainState()
     meta = restored.manifest.meta
     if restored.in_memory and context.dist_env.is_rank_zero:
-        context.reporter.report_event(
-            InMemoryRestored(
-                step=meta["step"],
-                checkpoint_step=meta["last_saved_step"],
-                fetched_bytes=restored.fetched_bytes,
-                duration_s=time.perf_counter() - start_time,
-            )
+        event = InMemoryRestored(
+            step=meta["step"],
+            checkpoint_step=meta["last_saved_step"],
+            fetched_bytes=restored.fetched_bytes,
+            duration_s=time.perf_counter() - start_time,
         )
+        context.reporter.report_event(event)
     if meta.get("fingerprint") != fingerprint:
         fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
         if not force:
@@ -117,12 +116,10 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
     Every worker calls it."""
     trained = list(trainable_parameters(context.model))
     in_checkpoint = restored.manifest.meta.get("trained_parameters", trained)
-    not_fitting = [
-        each for unused in all_gather_json(context.dist_env, context.optimizer.unused_state) for each in unused
-    ]
+    unused = all_gather_json(context.dist_env, context.optimizer.unused_state)
     problems = {
         "holds state without a place in the model": find_unused_entries(context.model, restored.manifest.tensors),
-        "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),
+        "holds optimizer state of another kind of optimizer": sorted(set().union(*unused)),
         "has no optimizer state of parameters that were not trained before": sorted(set(trained) - set(in_checkpoint)),
     }
     texts = [

@@ -240,9 +240,8 @@ class Session:
         check_map_dataset(dataset)
         fingerprint = fingerprint or fingerprint_dataset(dataset)
         prepared, dist_env = self._prepared, self._dist_env
-        context = self._make_context(
-            prepared, MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate), tokens
-        )
+        source = MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate)
+        context = self._make_context(prepared, source, tokens)
         self._write_plan(prepared, dataset, tokens)
         train_state = resume_training(context, fingerprint, self._force, OTHER_DATA_HINT)
         self._process.heartbeat.record("restoring")

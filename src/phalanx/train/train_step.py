@@ -91,12 +91,6 @@ class GradientAccumulator:
             self.metrics.record(self.own_micro_batches[self.num_backwards], loss_sum, num_terms)
         self.num_backwards += 1
 
-    def record_pipeline_losses(self, losses: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
-        """Record all losses after a pipeline has run their backward; None on workers without the last stage."""
-        for loss_sum, num_terms in losses or ():
-            self.record_loss(loss_sum, num_terms)
-        self.num_backwards = len(self.own_micro_batches)
-
     def record_flags(self, flags: StepFlags) -> None:
         """Record this worker's flags. The metrics are complete now, and travel with the gradients where they can."""
         self.metrics.raise_flags(flags)
@@ -179,7 +173,9 @@ class TrainStep:
         if isinstance(self._loss_module, PipelineRunner):  # forward and backward of all micro-batches, interleaved
             losses = self._loss_module.step([self._prepare_batch(batch) for batch in micro_batches])
             self._timer.lap("backward")
-            self.accumulator.record_pipeline_losses(losses)
+            for loss_sum, num_terms in losses or ():  # None on workers without the last stage
+                self.accumulator.record_loss(loss_sum, num_terms)
+            self.accumulator.num_backwards = len(self.accumulator.own_micro_batches)
             self._record_flags()
             return
         for micro_batch in micro_batches:

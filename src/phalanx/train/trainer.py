@@ -51,9 +51,8 @@ class Trainer(TrainerCallback):
         meta = {**common_meta, "run": context.run.absolute_location, "trained_parameters": trained}
         flush, record_progress = context.reporter.flush, partial(context.heartbeat.record, "ending")
         save_context = SaveContext(context.run, dist_env, mesh, meta, report, flush, record_progress=record_progress)
-        self.checkpointer = Checkpointer(
-            save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), train_state
-        )
+        live_state = LiveState(context.app_state)
+        self.checkpointer = Checkpointer(save_context, recipe.checkpoint, recipe.steps, live_state, train_state)
         self.timer = timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
         self._evaluation = EvaluationPolicy(context, train_state, timer, report)
         self._nonfinite = NonFiniteSteps(context, train_state, self.checkpointer, report)

@@ -149,9 +149,8 @@ def describe_early_exit(error: SystemExit, worker_name: str) -> str:
     """The message for `sys.exit` in the middle of a run, and where it was called."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     called = f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return (
-        f"{worker_name}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
-    )
+    place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return f"{worker_name}: {called} was called before the run was done ({place})"
 
 
 def _is_forked_by_agent() -> bool:
@@ -254,9 +253,7 @@ def run_script_worker(payload: dict[str, Any]) -> None:
 
 
 def warm_up_compile(
-    context: TrainContext,
-    train_state: TrainState,
-    clock: Callable[[], float] = time.perf_counter,
+    context: TrainContext, train_state: TrainState, clock: Callable[[], float] = time.perf_counter
 ) -> None:
     """Compile what a step needs, and report how long it took. All workers must call it: sharded models communicate."""
     start_time, breaks = clock(), count_graph_breaks()
@@ -295,12 +292,9 @@ def _run_backward(loss: Tensor, parallel_model: ParallelModel) -> None:
 @contextmanager
 def _restoring_state(parallel_model: ParallelModel, device: torch.device) -> Iterator[None]:
     """Put buffers, extra state and random numbers back."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for module in parallel_model.modules
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
+    parts = [part for module in parallel_model.modules for part in module.modules()]
+    buffers = ((part, *named) for part in parts for named in part.named_buffers(recurse=False))
+    before = [(part, name, buffer, buffer.clone()) for part, name, buffer in buffers]
     extra = [(module, get_extra_state(module)) for module in parallel_model.modules]
     with torch.random.fork_rng([device] if device_kind_of(device.type).is_gpu else [], device_type=device.type):
         yield

@@ -68,7 +68,7 @@ def has_adapter(module: nn.Module) -> bool:
     return isinstance(getattr(module, LORA_A_NAME, None), Tensor)
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def find_adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
         if is_linear(module):
             targets[name] = AdapterTarget(module, user=attention.get(id(module)))
             continue
-        if isinstance(module, (nn.Embedding, *CONVOLUTIONS)):
+        if isinstance(module, (nn.Embedding, *CONVOLUTION_TYPES)):
             # A subclass may do more than look up or convolve, such as to scale; it then uses the adapted weight.
             targets[name] = AdapterTarget(module, user=None if _adds_outputs(module) else module)
             continue
@@ -137,7 +137,7 @@ def _adds_outputs(module: Any) -> bool:
     adapter's."""
     if isinstance(module, nn.Embedding):
         return type(module) is nn.Embedding and module.max_norm is None
-    is_plain: bool = type(module) in CONVOLUTIONS and module.groups == 1 and module.padding_mode == "zeros"
+    is_plain: bool = type(module) in CONVOLUTION_TYPES and module.groups == 1 and module.padding_mode == "zeros"
     return is_plain
 
 
@@ -206,7 +206,7 @@ def _select_in_blocks(model: nn.Module, targets: Mapping[str, AdapterTarget]) ->
         for name, target in targets.items()
         if name.startswith(lists)
         and name not in routers
-        and not isinstance(target.module, (nn.Embedding, *CONVOLUTIONS))
+        and not isinstance(target.module, (nn.Embedding, *CONVOLUTION_TYPES))
         and (target.weight.dim() == 2 or name in experts)
     }
     if not selected:
@@ -244,11 +244,8 @@ def _select_by_pattern(
 def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """Return the names of layers with an adapter that `run()`, a forward of the model, does not call: their weight is
     used in a function, where the adapter would never learn."""
-    layers = {
-        name: target.module
-        for name, target in find_adapter_targets(model).items()
-        if target.user is None and has_adapter(target.module)
-    }
+    targets = find_adapter_targets(model).items()
+    layers = {name: each.module for name, each in targets if each.user is None and has_adapter(each.module)}
     called: set[nn.Module] = set()
     hooks = [layer.register_forward_pre_hook(lambda layer, args: called.add(layer)) for layer in layers.values()]
     try:

@@ -110,9 +110,8 @@ class Checkpointer:
         self._store: StoreDestination | None = None
         if (url := self._run.store_url) is not None:
             self._store = StoreDestination(CheckpointStore(url), *who, config.keep)
-        self._durable_saver = CheckpointSaver(
-            self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
-        )
+        destination = self._store or DurableDirectory(self._run.checkpoints, *who)
+        self._durable_saver = CheckpointSaver(destination, save_context.staging)
         self._uploads: CheckpointUploads | None = None
         if config.upload is not None and self._store is None:
             self._uploads = CheckpointUploads(save_context, config.upload)

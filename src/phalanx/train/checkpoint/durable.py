@@ -189,12 +189,10 @@ def clean_checkpoint_dir(directory: Path) -> None:
     if not directory.is_dir():
         return
     for path in sorted(directory.iterdir()):
-        if (
-            path.name.endswith(_OLD_SUFFIX)
-            and not (final := path.with_name(path.name.removesuffix(_OLD_SUFFIX))).exists()
-        ):
+        final = path.with_name(path.name.removesuffix(_OLD_SUFFIX))
+        if final != path and not final.exists():
             os.rename(path, final)
-        elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
+        elif final != path or _TEMPORARY_TAG in path.name:
             discard_directory(path)
         elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file, written halfway
             path.unlink()

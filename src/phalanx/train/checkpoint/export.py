@@ -145,9 +145,8 @@ def _choose_dtypes(origin: Mapping[str, Any], dtype: str | None) -> _Dtypes:
     config = origin["config"]
     declared = config.get("dtype") or config.get("torch_dtype")  # of checkpoints without the files' dtype
     name = origin.get("dtype") or (declared if declared in get_args(FloatDtype) else "float32")
-    return _Dtypes(
-        getattr(torch, name), {key: getattr(torch, other) for key, other in origin.get("dtypes", {}).items()}
-    )
+    others = {key: getattr(torch, other) for key, other in origin.get("dtypes", {}).items()}
+    return _Dtypes(getattr(torch, name), others)
 
 
 @dataclass(frozen=True)
@@ -251,11 +250,9 @@ def _write_pooling(recipe: Mapping[str, Any], config: Mapping[str, Any], folder:
     task = recipe.get("task")
     if not isinstance(task, Mapping) or task.get("kind") != "embedding":
         return
-    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
-    described = [
-        {"idx": number, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (name, path, kind) in enumerate(modules)
-    ]
+    kinds = "sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"
+    paths = "", "1_Pooling"
+    described = [{"idx": i, "name": str(i), "path": paths[i], "type": kinds[i]} for i in range(2)]
     width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")
     pooling = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
     modes = {f"pooling_mode_{mode}": name == task["pooling"] for name, mode in pooling.items()}
@@ -296,7 +293,9 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
     converted_groups = {name: list(group) for group in converted for name in group}
     groups = [[name] for name in [*names, *source_names] if name not in converted_groups]
     groups += [list(group) for group in converted]
-    clean = _strip_wrapper_prefixes([*names, *source_names])
+    clean = {name: strip_wrapper_parts(name) for name in [*names, *source_names]}
+    if all(name.startswith("module.") for name in clean.values()):  # of DataParallel
+        clean = {name: value.removeprefix("module.") for name, value in clean.items()}
     return _ExportPlan(
         sorted(groups),
         source_names,
@@ -362,14 +361,6 @@ def read_adapter_config(manifest: CheckpointManifest) -> AdapterConfig:
             "with which it can be exported"
         )
     return AdapterConfig(**config)
-
-
-def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
-    """Return names without the prefixes of wrappers: those of torch, and `module.` of DataParallel if all have it."""
-    plain = {name: strip_wrapper_parts(name) for name in names}
-    if all(name.startswith("module.") for name in plain.values()):
-        plain = {name: value.removeprefix("module.") for name, value in plain.items()}
-    return plain
 
 
 def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

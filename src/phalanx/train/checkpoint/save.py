@@ -236,7 +236,7 @@ class CheckpointSaver:
         step, destination = self._status.step, self._destination
         try:
             lower_thread_priority()
-            destination.write(step, staging.file_bytes(file_spec), file_spec, self._meta, self._cancelled)
+            destination.write(step, staging.bytes[: file_spec.nbytes], file_spec, self._meta, self._cancelled)
         except OSError as error:
             destination.remove_own(step)
             reason = _describe_error(error, destination.shard_path(step))
@@ -302,15 +302,11 @@ def _describe_error(error: OSError, path: Path | StoreUrl) -> str:
 class SaveContext:
     """Where one worker saves its part of the state, and how it reports.
 
-    Args:
-        common_meta: entries of the meta that are equal in all checkpoints of a run.
-        report_event: receives events on every worker; RunWarning on rank 0 only.
-        flush: sends the events reported so far. A run that dies resumes from the last commit, so the events of the
-            steps before the commit must have been sent.
-        environment: names the folder of in-memory checkpoints, the node, and the network for replicas.
-        staging: host memory that the snapshots of all saves are copied to.
-        record_progress: is called now and then while a worker waits for the last upload.
-    """
+    `common_meta`: entries of the meta that are equal in all checkpoints of a run. `report_event` receives events on
+    every worker; RunWarning on rank 0 only. `flush` sends the events reported so far: a run that dies resumes from the
+    last commit, so the events of the steps before it must have been sent. `environment` names the folder of in-memory
+    checkpoints, the node, and the network for replicas. All saves copy their snapshots to `staging`. `record_progress`
+    is called now and then while a worker waits for the last upload."""
 
     run: Run
     dist_env: DistEnv
@@ -359,17 +355,13 @@ class OwnedTensors:
 
     def make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
         """Return the blocks that this worker saves, by name."""
-        return [
-            TensorShard(
-                name,
-                block.slice_local(state[name].tensor),
-                state[name].global_blocks.global_shape,
-                block.global_offset,
-                state[name].is_frozen,
-            )
-            for name in sorted(self.names)
-            for block in state[name].global_blocks.blocks
-        ]
+        shards = []
+        for name in sorted(self.names):
+            held, shape = state[name], state[name].global_blocks.global_shape
+            for block in held.global_blocks.blocks:
+                part = block.slice_local(held.tensor)
+                shards.append(TensorShard(name, part, shape, block.global_offset, held.is_frozen))
+        return shards
 
 
 class _Claim(BaseModel):

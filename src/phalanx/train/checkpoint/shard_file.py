@@ -197,13 +197,10 @@ class PinnedBuffer:
         with torch.cuda.device(device):
             for start, end in self.blocks(0, len(self.bytes)):
                 self.bytes[start:end] = 0
-                if (
-                    self.is_pinned
-                    and int(cudart.cudaHostRegister(address + start, end - start, CUDA_HOST_REGISTER_PORTABLE)) == 0
-                ):
+                place = (address + start, end - start, CUDA_HOST_REGISTER_PORTABLE)
+                self.is_pinned = self.is_pinned and int(cudart.cudaHostRegister(*place)) == 0
+                if self.is_pinned:
                     registered.append(address + start)
-                else:
-                    self.is_pinned = False
 
 
 def _unpin(registered: list[int], device: torch.device, memory: Bytes) -> None:
@@ -335,10 +332,6 @@ class StagingBuffer(PinnedBuffer):
 
     def fits_bytes(self, nbytes: int, device: torch.device | None) -> bool:
         return len(self.bytes) >= nbytes and (device is None or self.device == device)
-
-    def file_bytes(self, file_spec: ShardFileSpec) -> Bytes:
-        """The file's bytes."""
-        return self.bytes[: file_spec.nbytes]
 
     def start_copy(self, file_spec: ShardFileSpec, shards: Sequence[TensorShard], copy_now: Collection[str]) -> None:
         """Called by the training thread: copy what cannot wait, and start the copies from the GPU, which from here on

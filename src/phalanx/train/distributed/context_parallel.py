@@ -103,10 +103,9 @@ def check_context_parallel(model: nn.Module, length: int) -> str:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     has_sliding_window = isinstance(window, int) and window < length
+    covers_all = window is not None and not has_sliding_window
     for kind in kinds if kinds is not None else ["sliding_attention"] if has_sliding_window else []:
-        if kind != "full_attention" and not (
-            kind == "sliding_attention" and window is not None and not has_sliding_window
-        ):
+        if kind != "full_attention" and not (kind == "sliding_attention" and covers_all):
             raise RecipeError(f"parallelism.context: {name} has layers of {kind}; only full attention can be split")
     return argument
 

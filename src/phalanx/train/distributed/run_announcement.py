@@ -132,9 +132,8 @@ def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
     """Raise the error that another worker published, if any."""
     if not found.error:
         return
-    who = (
-        f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
-    )
+    other = f"worker {found.rank} could not take part"
+    who = other if found.rank else "the leading worker could not make the run ready"
     open_attempt_store(place).add(_HEARD_KEY, 1)
     raise RelayedError(f"{who}: {found.error}", ExitCode(found.exit_code))
 
@@ -143,13 +142,9 @@ def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     """Wait for rank 0's announcement. Raises PhalanxError if rank 0 failed and, without an agent, if it was lost;
     UsageError if its run is not that of this worker."""
     try:
-        found = _read_announcement(
-            dist_env,
-            _ANNOUNCEMENT_KEY,
-            "the leading worker to make the run ready",
-            ANNOUNCEMENT_TIMEOUT_S,
-            lambda: f"the leading worker has said nothing for {ANNOUNCEMENT_TIMEOUT_S / 3600:.0f} h; start again",
-        )
+        what, hours = "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S / 3600
+        problem = f"the leading worker has said nothing for {hours:.0f} h; start again"
+        found = _read_announcement(dist_env, _ANNOUNCEMENT_KEY, what, ANNOUNCEMENT_TIMEOUT_S, lambda: problem)
     except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the second if it does not answer any more
         if _supervised():
             raise

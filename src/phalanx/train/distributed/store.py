@@ -116,10 +116,8 @@ def open_root_store(dist_env: DistEnv, environment: Mapping[str, str] = os.envir
     # torchrun may leave hosting the store to rank 0, or use another rendezvous backend than torch's store.
     hosted = "PHALANX_EVENTS_FD" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = STORE_CONNECT_TIMEOUT if hosted else MIN_COLLECTIVE_TIMEOUT
-    is_host = dist_env.is_rank_zero and not hosted
-    return _connect_store(
-        address, int(port), is_host, is_single_node(environment), _get_store_key(environment), timeout
-    )
+    is_host, key = dist_env.is_rank_zero and not hosted, _get_store_key(environment)
+    return _connect_store(address, int(port), is_host, is_single_node(environment), key, timeout)
 
 
 @functools.cache

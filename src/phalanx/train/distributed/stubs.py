@@ -112,11 +112,9 @@ def make_placeholder(like: Tensor, device: torch.device) -> Tensor:
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
     """Copy a module to the meta device, without copying its memory first."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
     for parameter in module.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in module.buffers():
-        copies[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, copies)
 
 

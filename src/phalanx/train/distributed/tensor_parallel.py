@@ -65,9 +65,7 @@ def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> di
             raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: no style {style!r}; expected {', '.join(TP_STYLES)}")
         names = find_matching(pattern, modules)
         if not names:
-            named = [
-                name for name, module in modules.items() if next(module.parameters(recurse=False), None) is not None
-            ]
+            named = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
             examples = ", ".join(named[:4]) + (", ..." if len(named) > 4 else "")
             raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {examples}")
         for name in names:

@@ -118,11 +118,7 @@ GPT2_TP_PLAN = TPPlan(
         "lm_head": "head",
     },
     divided_attributes={"transformer.h.*.attn": ("num_heads", "split_size")},
-    divisible_sizes={
-        "attention heads": "n_head",
-        "features": "n_embd",
-        "tokens of the vocabulary": "vocab_size",
-    },
+    divisible_sizes={"attention heads": "n_head", "features": "n_embd", "tokens of the vocabulary": "vocab_size"},
     base_prefix="transformer.",
     optional_patterns=frozenset({"lm_head"}),
 )

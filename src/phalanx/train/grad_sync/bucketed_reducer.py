@@ -12,6 +12,7 @@ number of workers.
 and then over workers.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -76,9 +77,8 @@ class BucketedReducer:
         self._tree_nodes_by_rank = [cover_range(micro_batches, each.start, each.stop) for each in indices_by_rank]
         factory = GRAD_SYNC_ALGORITHMS[algorithm]
         carries_metrics = factory.carries_metrics and not is_elastic
-        has_metric_slots = (
-            num_metric_slots > 0 and carries_metrics and world_size > 1 and parameters[0].dtype == torch.float32
-        )
+        is_fp32 = parameters[0].dtype == torch.float32
+        has_metric_slots = num_metric_slots > 0 and carries_metrics and world_size > 1 and is_fp32
         self.buckets = make_buckets(
             parameters, bucket_bytes, world_size, num_metric_slots if has_metric_slots else 0, overlaps_backward=True
         )
@@ -189,17 +189,13 @@ class BucketedReducer:
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """Return the unsent part of each parameter's gradients, live; empty without error feedback."""
-        found: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.buckets:
-            found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
-        return found
+        pairs = (zip(bucket.parameters, bucket.residual_views, strict=False) for bucket in self.buckets)
+        return dict(itertools.chain.from_iterable(pairs))
 
     def projection_bases(self) -> dict[nn.Parameter, Tensor]:
         """Return the PowerSGD bases, live [columns, rank], equal on all workers; empty if there are none."""
-        pairs = (
-            pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
-        )
-        return {parameter: basis for parameter, basis in pairs if basis is not None}
+        pairs = (zip(bucket.parameters, bucket.projection_bases, strict=False) for bucket in self.buckets)
+        return {parameter: basis for parameter, basis in itertools.chain.from_iterable(pairs) if basis is not None}
 
     def local_squared_norm(self) -> Tensor | None:
         """Return, between two backwards, the squared norm (0-d) of this worker's gradient so far; None with

@@ -140,9 +140,8 @@ class _PowerSGDBuffers:
         for start, length, basis in parts:
             residual_part = residual[start : start + length]
             if basis is None:
-                self.uncompressed.append(
-                    _UncompressedGrad(start, residual_part, self.first_phase[first : first + length])
-                )
+                sent = self.first_phase[first : first + length]
+                self.uncompressed.append(_UncompressedGrad(start, residual_part, sent))
                 first += length
                 continue
             columns, rank = basis.shape
@@ -278,9 +277,8 @@ class _Int8Buffers:
         assert bucket.residual is not None
         length = bucket.num_elements // comm.world_size
         blocks = _padded_bytes(length) // QUANT_BLOCK_ELEMENTS
-        self.sent = torch.zeros(
-            comm.world_size, blocks * (QUANT_BLOCK_ELEMENTS + 4), dtype=torch.uint8, device=comm.device
-        )
+        shape = (comm.world_size, blocks * (QUANT_BLOCK_ELEMENTS + 4))
+        self.sent = torch.zeros(shape, dtype=torch.uint8, device=comm.device)
         self.received, self.own_sum = torch.zeros_like(self.sent), torch.zeros_like(self.sent[:1])
         total = torch.zeros(1, blocks, QUANT_BLOCK_ELEMENTS, device=comm.device)
         parts = bucket.residual.view(comm.world_size, -1)
@@ -294,9 +292,8 @@ class _Int8Buffers:
 def split_numbers_and_scales(data: Tensor) -> tuple[Tensor, Tensor]:
     """Split [n, bytes] into quantized elements [n, blocks, BLOCK] and their scales [n, blocks, 1]."""
     size = data.shape[1] // (QUANT_BLOCK_ELEMENTS + 4) * QUANT_BLOCK_ELEMENTS
-    return data[:, :size].view(torch.int8).unflatten(1, (-1, QUANT_BLOCK_ELEMENTS)), data[:, size:].view(
-        torch.float32
-    ).unsqueeze(2)
+    numbers = data[:, :size].view(torch.int8).unflatten(1, (-1, QUANT_BLOCK_ELEMENTS))
+    return numbers, data[:, size:].view(torch.float32).unsqueeze(2)
 
 
 def sum_dequantized(parts: Sequence[tuple[Tensor, Tensor]], total: Tensor, scratch: Tensor) -> None:

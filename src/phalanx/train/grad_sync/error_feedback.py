@@ -64,12 +64,10 @@ class ErrorFeedbackState:
         # Residuals also differ along the tensor axis if each rank has a partial gradient.
         varying_axes = ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
         rank, num_rows = self.parallel_model.mesh.index_along(varying_axes)
-        blocks = [
-            TensorBlock((0, *block.local_start), (rank, *block.global_offset), (1, *block.extent))
-            for block in parameter_tensor.global_blocks.blocks
-        ]
+        own = parameter_tensor.global_blocks
+        blocks = [TensorBlock((0, *b.local_start), (rank, *b.global_offset), (1, *b.extent)) for b in own.blocks]
         replicated_axes = tuple(axis for axis in parameter_tensor.replicated_axes if axis not in varying_axes)
-        shape = (num_rows, *parameter_tensor.global_blocks.global_shape)
+        shape = (num_rows, *own.global_shape)
         return LocalTensor(tensor.unsqueeze(0), GlobalBlocks(shape, tuple(blocks)), replicated_axes)
 
     def make_load_plan(self, manifest: CheckpointManifest) -> tuple[TensorBlocks, Callable[[], None]]:

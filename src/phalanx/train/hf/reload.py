@@ -33,7 +33,7 @@ AUTO_CLASSES |= {"ForSequenceClassification": "AutoModelForSequenceClassificatio
 AUTO_CLASSES |= {"ForImageClassification": "AutoModelForImageClassification"}
 """Classes with which users load architectures, by how the names of these end."""
 IMAGE_TEXT_CLASS = "AutoModelForImageTextToText"
-GREETING = [{"role": "user", "content": "Hello"}]
+GREETING_DIALOGUE = [{"role": "user", "content": "Hello"}]
 SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PIXEL_TOLERANCE = 1e-4
 
@@ -209,7 +209,7 @@ def compare_text(text: TextFacts, tokenizer: Any) -> Iterator[ProofCheck]:
         yield ProofCheck("chat template", template == text.chat_template, found)
     if text.begin:
         first = text.begin[0]
-        dialogue = tokenizer.apply_chat_template(GREETING, return_dict=False) if template else []
+        dialogue = tokenizer.apply_chat_template(GREETING_DIALOGUE, return_dict=False) if template else []
         once = all(tokens[:1] == [first] != tokens[1:2] for _, tokens in pairs) and dialogue.count(first) <= 1
         found = f"token {first} begins a text {'once' if once else 'not at all, or several times'}"
         yield ProofCheck("begin of text", once, found)
@@ -242,7 +242,12 @@ def _check_gguf_file(request: ReloadRequest, reply: ReloadReply) -> Iterator[Pro
     yield ProofCheck("load", True, f"{architecture} by llama-cpp-python {llama_cpp.__version__}")
     tokenizer = import_transformers().AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
     yield from _compare_gguf_text(model, tokenizer, request)
-    save_file({"scores": _compute_gguf_scores(model, tokens)}, Path(request.scratch, SCORES_FILE))
+    rows = []
+    for sample in tokens.tolist():
+        model.reset()
+        model.eval(sample)
+        rows.append(torch.from_numpy(model.scores[: len(sample)].copy()))
+    save_file({"scores": torch.stack(rows)}, Path(request.scratch, SCORES_FILE))
     vocab = llama_cpp.llama_model_get_vocab(model.model)
     ends = [token for token in range(model.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, token)]
     own, reply.end_tokens = set([] if request.text is None else request.text.ends), ends
@@ -262,7 +267,7 @@ def _compare_gguf_text(model: Any, tokenizer: Any, request: ReloadRequest) -> It
     texts.append(f"a {' b'.join(tokenizer.all_special_tokens)}\nc")
     template = tokenizer.chat_template
     if template:
-        texts.append(tokenizer.apply_chat_template(GREETING, tokenize=False))
+        texts.append(tokenizer.apply_chat_template(GREETING_DIALOGUE, tokenize=False))
     pairs = [(tokenizer(text)["input_ids"], model.tokenize(text.encode(), special=True)) for text in texts]
     others = [(ours[:12], theirs[:12]) for ours, theirs in pairs if ours != theirs]
     found = f"{sum(len(ours) for ours, _ in pairs)} tokens of {len(texts)} texts are the tokenizer's"
@@ -271,13 +276,3 @@ def _compare_gguf_text(model: Any, tokenizer: Any, request: ReloadRequest) -> It
     yield ProofCheck("tokenizer", not others, found)
     is_same = model.metadata.get(TEMPLATE_KEY) == template
     yield ProofCheck("chat template", is_same, "is the tokenizer's" if is_same else "is not the tokenizer's")
-
-
-def _compute_gguf_scores(model: Any, tokens: Tensor) -> Tensor:
-    """tokens [n, s] -> logits [n, s, vocabulary] in fp32."""
-    rows = []
-    for sample in tokens.tolist():
-        model.reset()
-        model.eval(sample)
-        rows.append(torch.from_numpy(model.scores[: len(sample)].copy()))
-    return torch.stack(rows)

@@ -11,7 +11,7 @@ after they were sent, while workers continue with inner steps (Streaming DiLoCo:
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,16 +102,14 @@ class LocalSGD:
         self._rank, self._world_size, self._outer_optimizer, self._group = rank, world_size, outer_optimizer, group
         self._factory = GRAD_SYNC_ALGORITHMS[ALGORITHM_BY_SYNC_DTYPE[sync_dtype]]
         size = sum(to_local(p).numel() * p.element_size() for p in parameters)
-        self.buckets = make_buckets(
-            parameters, min(bucket_bytes, size / schedule.num_fragments), world_size, dtype=torch.float32
-        )
+        bucket_bytes = min(bucket_bytes, size / schedule.num_fragments)
+        self.buckets = make_buckets(parameters, bucket_bytes, world_size, dtype=torch.float32)
         for bucket in self.buckets:
             if self._factory.uses_error_feedback:
                 bucket.enable_error_feedback()
         self._global_params = [torch.zeros_like(bucket.buffer.flat) for bucket in self.buckets]
-        self._outer_momenta = (
-            [torch.zeros_like(start) for start in self._global_params] if outer_optimizer.momentum else []
-        )
+        has_momentum = bool(outer_optimizer.momentum)
+        self._outer_momenta = [torch.zeros_like(start) for start in self._global_params if has_momentum]
         self._comm_queue: CommQueue | None = None
         self._in_flight: list[int] = []  # buckets that were sent and not applied yet
         self._in_flight_received = True  # whether their sums have arrived
@@ -151,12 +149,12 @@ class LocalSGD:
             self._outer_step(bucket_index, 0.0, self._outer_optimizer)
         self.in_sync = True
 
-    def use_global_params(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are the last synchronized weights."""
-        return nullcontext() if self.in_sync else self._swap_in_global_params()
-
     @contextmanager
-    def _swap_in_global_params(self) -> Iterator[None]:
+    def use_global_params(self) -> Iterator[None]:
+        """Return a context in which the parameters are the last synchronized weights."""
+        if self.in_sync:
+            yield
+            return
         own = [[to_local(p).clone() for p in bucket.parameters] for bucket in self.buckets]
         try:
             self._copy_to_params([_bucket_views(*each) for each in zip(self.buckets, self._global_params, strict=True)])

@@ -64,18 +64,14 @@ class LocalSGDState:
         if not self.local_sgd.in_sync:
             for parameter, start in self.local_sgd.global_params().items():
                 name = names[parameter]
-                found |= {
-                    PER_WORKER_PREFIX + name: state[name],
-                    name: self.parallel_model.replicated_tensor(start.to(parameter.dtype)),
-                }
+                found[PER_WORKER_PREFIX + name] = state[name]
+                found[name] = self.parallel_model.replicated_tensor(start.to(parameter.dtype))
         for parameter, momentum in self.local_sgd.outer_momenta().items():
             found[OUTER_MOMENTUM_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(momentum)
         for parameter, in_flight_sum in self.local_sgd.in_flight_pseudogradients().items():
             found[IN_FLIGHT_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(in_flight_sum)
-        return {
-            key: self._make_row(held.tensor) if key.startswith(PER_WORKER_PREFIX) else held
-            for key, held in found.items()
-        }
+        rows = {key: self._make_row(held.tensor) for key, held in found.items() if key.startswith(PER_WORKER_PREFIX)}
+        return found | rows
 
     def _make_row(self, tensor: Tensor) -> LocalTensor:
         shape, zero = tuple(tensor.shape), (0,) * tensor.dim()

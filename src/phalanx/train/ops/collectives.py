@@ -100,7 +100,7 @@ def all_reduce_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-_OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+_COLLECTIVE_OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "copy": (lambda x, group, dim: x.view_as(x), lambda grad, group, dim: all_reduce_copy(grad, group)),
     "reduce": (lambda x, group, dim: all_reduce_copy(x, group), lambda grad, group, dim: grad),
     "gather": (all_gather, reduce_scatter),
@@ -115,11 +115,11 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, operation: str) -> Tensor:
         ctx.group, ctx.dim, ctx.operation = group, dim, operation
-        return _OPERATIONS[operation][0](x, group, dim)
+        return _COLLECTIVE_OPERATIONS[operation][0](x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OPERATIONS[ctx.operation][1](grad, ctx.group, ctx.dim), None, None, None
+        return _COLLECTIVE_OPERATIONS[ctx.operation][1](grad, ctx.group, ctx.dim), None, None, None
 
 
 class _AllToAllRows(torch.autograd.Function):

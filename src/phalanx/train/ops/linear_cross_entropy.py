@@ -157,9 +157,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden.mul_(grad.to(grad_hidden.dtype))
         # Scale in place, because the weight's gradient is as large as the weight. An earlier part of the backward may
         # have scaled it already; then only the missing factor is applied.
-        factor = (
-            grad if ctx.scaled is None else torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
-        )
+        factor = grad
+        if ctx.scaled is not None:
+            factor = torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
         ctx.scaled = grad
         if grad_weight is not None:
             grad_weight = grad_weight.data.mul_(factor.to(grad_weight.dtype))
@@ -181,9 +181,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, targets = ctx.saved_tensors
         with _no_autocast(hidden.device):
-            _, gradients = _chunked_losses_and_grads(
-                hidden, weight, targets, ctx.plan, list(ctx.needs_input_grad[:2]), row_weights=-grad
-            )
+            needed = list(ctx.needs_input_grad[:2])
+            _, gradients = _chunked_losses_and_grads(hidden, weight, targets, ctx.plan, needed, row_weights=-grad)
         grad_hidden, grad_weight = gradients
         if grad_hidden is not None and group_size(ctx.plan.group) > 1:
             dist.all_reduce(grad_hidden, group=ctx.plan.group)
@@ -223,9 +222,8 @@ def _chunked_losses_and_grads(
             from phalanx.train.ops.cross_entropy_kernel import backward_logits_grad, forward_losses_and_lse
 
             losses[rows], sums = forward_losses_and_lse(logits, targets[rows], IGNORED_TARGET)
-            grad_logits = backward_logits_grad(
-                logits, targets[rows], sums, torch.full((), factor, device=logits.device), IGNORED_TARGET
-            )
+            scale = torch.full((), factor, device=logits.device)
+            grad_logits = backward_logits_grad(logits, targets[rows], sums, scale, IGNORED_TARGET)
             add_gradients(rows, x, grad_logits)
             continue
         logits = logits.to(wide)

@@ -87,10 +87,6 @@ class HeldSlices:
             found.append(_select_runs(self.positions, self.tensor_rank * size, (self.tensor_rank + 1) * size))
         return [*found, self.positions] if count else []
 
-    def feature_run(self, size: int) -> Runs:
-        """Return this rank's part of features or heads, of which it has `size`."""
-        return ((self.tensor_rank * size, (self.tensor_rank + 1) * size),)
-
 
 def _select_runs(runs: Runs, start: int, end: int) -> Runs:
     """Return elements [start, end) of what the runs list."""
@@ -188,7 +184,7 @@ def locate(shape: Sequence[int]) -> Place | None:
         cut = features or -len(shape)
         size = whole[cut]
         whole[cut] = size * slices.tensor_size
-        parts.append((cut, slices.feature_run(size)))
+        parts.append((cut, ((slices.tensor_rank * size, (slices.tensor_rank + 1) * size),)))
     kept = tuple((dim, runs) for dim, runs in parts if runs != ((0, whole[dim]),))
     return (tuple(whole), kept) if kept else None
 

@@ -105,9 +105,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             rows = slice(begin, min(begin + chunk, len(weight)))
             shape = (rows.stop - begin, columns)
             moments = self.read_moments(stored, rows)
-            direction = adam_direction(
-                moments, gradient[rows].float().reshape(shape), step, group["betas"], group["eps"]
-            )
+            rows_of_gradient = gradient[rows].float().reshape(shape)
+            direction = adam_direction(moments, rows_of_gradient, step, group["betas"], group["eps"])
             weight[rows].mul_(1 - group["lr"] * group["weight_decay"])
             weight[rows].add_(direction.view(weight[rows].shape), alpha=-group["lr"])
             bits = make_random_bits(shape, (origin.row + begin) * columns, key, weight.device)
@@ -201,13 +200,11 @@ class AdamW8bit(LowPrecisionAdamW):
     def read_moments(self, state: StateDict, rows: slice) -> list[Tensor]:
         values = []
         for index, name in enumerate(MOMENT_NAMES):
-            stored = _as_matrix(state[name][rows])
-            if name + SCALE_SUFFIX in state:
-                values.append(
-                    dequantize_blockwise(stored, state[name + SCALE_SUFFIX][rows], _moment_table(index, stored))
-                )
-            else:
+            stored, scale = _as_matrix(state[name][rows]), state.get(name + SCALE_SUFFIX)
+            if scale is None:
                 values.append(stored.clone())
+            else:
+                values.append(dequantize_blockwise(stored, scale[rows], _moment_table(index, stored)))
         return values
 
     def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor) -> None:

@@ -28,19 +28,9 @@ SCHEDULER_REFUSED_HINT = (
     "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
-ELEMENTWISE_OPTIMIZERS = (
-    torch.optim.Adam,  # and its subclass AdamW
-    torch.optim.SGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-"""Optimizers that update each element on its own, so that they may have a slice of a matrix."""
+_ELEMENTWISE_NAMES = ("Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+ELEMENTWISE_OPTIMIZERS = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES)
+"""Optimizers that update each element on its own, so that they may have a slice of a matrix; AdamW is an Adam."""
 
 
 class UserOptimizer(OptimizerContainer):

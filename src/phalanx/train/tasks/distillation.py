@@ -20,6 +20,7 @@ from phalanx.train.ops.linear_cross_entropy import IGNORED_TARGET
 from phalanx.train.tasks import LanguageModeling, TensorBatch, add_auxiliary_loss
 from phalanx.train.tasks.grpo import sample_answers, split_sample
 
+TEACHER_KEY = "task.teacher"
 LEAST_LOG_PROB = -100.0
 """Stored for the rest of a distribution that has none, so that its product with a probability is a number."""
 
@@ -154,18 +155,20 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-TEACHER_KEY = "task.teacher"
-
-
 def load_teacher(location: str, folder: Path | None, facts: DataInfo, device: torch.device) -> nn.Module:
     """Load the model of a run's newest checkpoint, or of `hf:PATH`. Raises RecipeError if it has fewer tokens than the
     data, or there is none."""
+    from phalanx.train.inference import load_trained_model
+
     with name_recipe_key(TEACHER_KEY):
         directory = huggingface_directory(location, folder, TEACHER_KEY)
         if directory is not None:
             model = hf_model.build_with_weights(directory, {}, facts, device)
         else:
-            model = _load_run(localize_named(location, folder, TEACHER_KEY), device)
+            path = localize_named(location, folder, TEACHER_KEY)
+            if not path.is_dir():
+                raise RecipeError(f"{path}: no run here; expected a run, or hf:PATH of a Hugging Face directory")
+            model = load_trained_model(Run(path), None, False, device).model
     num_tokens = getattr(model.config, "vocab_size", None) if is_transformers_model(model) else None
     if isinstance(num_tokens, int) and facts.vocab_size is not None and num_tokens < facts.vocab_size:
         raise RecipeError(
@@ -173,11 +176,3 @@ def load_teacher(location: str, folder: Path | None, facts: DataInfo, device: to
             "have the student's tokens"
         )
     return model
-
-
-def _load_run(path: Path, device: torch.device) -> nn.Module:
-    from phalanx.train.inference import load_trained_model
-
-    if not path.is_dir():
-        raise RecipeError(f"{path}: no run here; expected a run, or hf:PATH of a Hugging Face directory")
-    return load_trained_model(Run(path), None, False, device).model

@@ -29,7 +29,7 @@ from phalanx.train.adapters.quantized_base import (
 )
 from phalanx.train.adapters.targets import is_adapter_name
 from phalanx.train.checkpoint.export import export_huggingface
-from phalanx.train.checkpoint.init_weights import open_hf_weights
+from phalanx.train.checkpoint.load_plan import open_hf_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors

@@ -59,8 +59,7 @@ def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
     family, leader = resolve_address(environment.get("MASTER_ADDR", "127.0.0.1"))
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((leader, int(environment.get("MASTER_PORT", "9"))))
-        address: str = sock.getsockname()[0]  # connecting a UDP socket sends nothing
-        return address
+        return str(sock.getsockname()[0])  # connecting a UDP socket sends nothing
 
 
 class ReplicaServer:
