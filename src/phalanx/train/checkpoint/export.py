@@ -209,7 +209,8 @@ def _write_export(
     def count_bytes(group: list[str]) -> int:
         return sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
 
-    files = list(batch_by_bytes(plan.groups, count_bytes, file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES))
+    file_bytes = file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES
+    files = list(batch_by_bytes(plan.groups, count_bytes, file_bytes)) or [[]]
     single = len(files) == 1
     where: dict[str, str] = {}
     total = 0

@@ -267,8 +267,10 @@ def _apply_colwise(module: nn.Module, comm: _TPComm) -> None:
 
 
 def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
+    has_inputs_first = is_conv1d(module)
+
     def forward(self: Any, x: Tensor) -> Tensor:
-        if is_conv1d(self):
+        if has_inputs_first:
             out = comm.leave_region(x @ self.weight)
         elif isinstance(self, Float8Linear):
             out = comm.leave_region(self.matmul(x))
