@@ -35,7 +35,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import read_manifest
 from phalanx.train.checkpoint.load import load_blocks
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 
 LAYER_WIDTH = 2048
 BATCH_ROWS = 256

@@ -112,7 +112,7 @@ def host_copies() -> dict[str, float]:
 def pinning(nbytes: int) -> dict[str, float]:
     """Seconds until host memory for a checkpoint is page-locked, by torch and by Phalanx, the longest that a launch
     waited meanwhile (ms), and the rate of copies into it."""
-    from phalanx.train.checkpoint.staging import PinnedBuffer
+    from phalanx.train.checkpoint.shard_file import PinnedBuffer
 
     begun = time.perf_counter()
     torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

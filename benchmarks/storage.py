@@ -42,7 +42,7 @@ from phalanx.storage.store import make_client
 from phalanx.storage.url import parse_url
 from phalanx.train.checkpoint.checkpoint_store import BLOCK_BYTES, PARALLEL_BLOCKS, CheckpointStore, StoreDestination
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 from phalanx.train.checkpoint.store_fetch import StoreSource
 from phalanx.train.distributed.environment import DistEnv
 

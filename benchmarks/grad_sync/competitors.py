@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from links import RENDEZVOUS_PORT, address
 from phalanx.recipe.schema import OuterOptimizerConfig
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from phalanx.train.local_sgd.local_sgd import AVERAGING_OUTER_OPTIMIZER, LocalSGD, SyncSchedule
 from rate_limited import RateLimitedModel
 

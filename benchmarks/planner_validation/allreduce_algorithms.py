@@ -25,7 +25,7 @@ def parameter_server(num_bytes: float, ranks: int, bandwidth: float, latency: fl
 
 
 def root_rank_server(num_bytes: float, ranks: int, bandwidth: float, latency: float) -> float:
-    """One of the ranks is the server, as in `phalanx.train.grad_sync.algorithms.p2p`: it takes the others'
+    """One of the ranks is the server, as in `phalanx.train.grad_sync.algorithms`: it takes the others'
     gradients in, then sends them the sum, 2 (n - 1) |W| / BW (Paleo's). Of many buckets on CPUs half of that: one is
     sent while another comes in."""
     return 2 * (ranks - 1) * (num_bytes / bandwidth + latency)

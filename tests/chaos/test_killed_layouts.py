@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.run.event_types import AttemptStarted, InMemoryRestored, RunWarning
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from train_harness import TrainHarness, Values, plan_fault
 
 SMALL: Values = {"model": {"args": {"layers": 2, "hidden_size": 32, "num_heads": 2}}}

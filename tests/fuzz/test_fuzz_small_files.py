@@ -17,7 +17,7 @@ from phalanx.errors import PhalanxError
 from phalanx.recipe.yaml_loader import parse_yaml
 from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 
 SMALL = (
     *(

@@ -24,7 +24,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import _manifest_hash, read_manifest
 from phalanx.train.checkpoint.load import find_newest_good, load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 from phalanx.train.hf.safetensors_reader import open_weight_reader
 from phalanx.train.train_state import TrainState
 

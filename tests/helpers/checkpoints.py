@@ -11,7 +11,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import list_checkpoints, parse_step
 from phalanx.train.checkpoint.load import verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 
 

@@ -24,7 +24,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory, apply_retention, 
 from phalanx.train.checkpoint.format import list_checkpoints, parse_step, read_manifest
 from phalanx.train.checkpoint.load import load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 
 SIZE = 200_000
 CALLS = ("write", "fsync", "rename", "unlink", "rmdir", "mkdir")

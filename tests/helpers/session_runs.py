@@ -11,8 +11,8 @@ from phalanx.app.supervise import supervise_script
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.recipe.yaml_loader import parse_yaml, to_yaml
 from phalanx.run import Event, Run
-from phalanx.train.map_dataset import MapDatasetSource, fingerprint_dataset
 from phalanx.train.ops.random_draws import derive_seed, seed_everything
+from phalanx.train.session import MapDatasetSource, fingerprint_dataset
 from train_harness import HarnessRun, TrainHarness, Values, plan_fault, write_faults
 
 ROOT = Path(__file__).parents[2]

@@ -221,7 +221,7 @@ def mean_gradients(stepper: SmallStepper, batches: Sequence[Batch], step: int = 
     return outcome.totals.loss, gradients
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SmallParts(TrainContext):
     """What a trainer works with."""
 
@@ -253,6 +253,7 @@ def make_parts(
     data = Samples(token_batch(20), token_batch(5, seed=1))
     return SmallParts(
         run=run,
+        folder=path,
         recipe=recipe,
         dist_env=DistEnv(),
         data=data,

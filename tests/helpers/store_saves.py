@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, StoreDestination
 from phalanx.train.checkpoint.save import CheckpointSaver, SaveStatus
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 
 SMALL_BLOCK_BYTES = 64 << 10
 

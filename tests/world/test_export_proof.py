@@ -30,12 +30,10 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.call_process import answer_call
 from phalanx.run.process_messages import CallRaised, CallReturned, RunCall
-from phalanx.train.checkpoint.export_forms.compressed_tensors import load_export
-from phalanx.train.checkpoint.export_forms.gguf import CONVERTER_VARIABLE
-from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM, round_weight
-from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
-from phalanx.train.checkpoint.export_forms.run_gguf_converter import LLAMA_CPP_NAMES, name_pre_tokenizer
+from phalanx.train.checkpoint.compressed_tensors import INT4_FORM, Int4AwareLinear, load_export, round_weight
 from phalanx.train.checkpoint.format import list_checkpoints
+from phalanx.train.checkpoint.gguf import CONVERTER_VARIABLE
+from phalanx.train.checkpoint.run_gguf_converter import LLAMA_CPP_NAMES, name_pre_tokenizer
 from phalanx.train.inference import load_trained_model
 from train_harness import HarnessRun, TrainHarness, Values
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from phalanx.train.distributed.failures import is_peer_failure
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext
-from phalanx.train.grad_sync.algorithms.p2p import P2PScatterGather, abort_groups_on_error
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
+from phalanx.train.grad_sync.algorithms import CommContext, P2PScatterGather, abort_groups_on_error
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from process_worlds import ProcessWorlds, start_forkserver
 
 SHAPES = ((33, 7), (), (5,), (200,), (16, 16), (1,), (3, 3, 3))

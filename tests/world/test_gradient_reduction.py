@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms import base, p2p
-from phalanx.train.grad_sync.algorithms.base import CommContext
-from phalanx.train.grad_sync.algorithms.p2p import ALL_TO_ALL_TAG, P2PScatterGather
+from phalanx.train.grad_sync import algorithms
+from phalanx.train.grad_sync.algorithms import ALL_TO_ALL_TAG, CommContext, P2PScatterGather
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from process_worlds import ProcessWorlds
 
@@ -172,7 +171,7 @@ def order_of_operations(rank: int, world: int, *, replicas: bool) -> list[tuple[
     with pytest.MonkeyPatch.context() as patch:
         for again in range(2):
             noting = Noting((rank + 1) % world)
-            patch.setattr(p2p if replicas else base, "dist", noting)
+            patch.setattr(algorithms, "dist", noting)
             # The first step leaves out one parameter a rank, the second turns the order of use around.
             used = [w for i, w in enumerate(weights) if again or i % world != rank][:: -1 if again else 1]
             for leaf in (2 * rank, 2 * rank + 1):

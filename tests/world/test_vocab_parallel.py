@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.train.ops.linear_cross_entropy import linear_cross_entropy, vocab_parallel
+from phalanx.train.ops.linear_cross_entropy import VocabShard, linear_cross_entropy, vocab_parallel
 from phalanx.train.tasks import LanguageModeling
 from process_worlds import ProcessWorlds
 
@@ -45,9 +45,7 @@ def chunked(rank: int, world: int, *, vocab: int, chunk: int | None = None, low:
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[rows])]
     given = vocab if vocab % world else None
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        loss = linear_cross_entropy(
-            leaves[0], leaves[1], targets, group=dist.group.WORLD, vocab_size=given, chunk_rows=chunk
-        )
+        loss = linear_cross_entropy(leaves[0], leaves[1], targets, VocabShard(dist.group.WORLD, given), chunk)
     return loss.detach(), *torch.autograd.grad(2 * loss, leaves)  # type: ignore[return-value]
 
 
@@ -95,7 +93,7 @@ def cut_wrong(rank: int, world: int, *, vocab: int, rows: int) -> str:
     """What the error says."""
     numbers = torch.ones(2, W), torch.ones(rows, W), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="vocabulary of") as caught:
-        linear_cross_entropy(*numbers, group=dist.group.WORLD, vocab_size=vocab)
+        linear_cross_entropy(*numbers, VocabShard(dist.group.WORLD, vocab))
     return str(caught.value)
 
 

@@ -14,11 +14,11 @@ from phalanx.errors import UsageError
 from phalanx.run import Run
 from phalanx.run.companions import LICENSE_FILES
 from phalanx.run.directory import sync_directory
+from phalanx.train.checkpoint.compressed_tensors import QUANTIZED_FORMS
 from phalanx.train.checkpoint.durable import make_temporary_path
 from phalanx.train.checkpoint.export import export_huggingface
-from phalanx.train.checkpoint.export_forms import QUANTIZED_FORMS
-from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE, GGUF_FORM, convert_to_gguf, find_converter
 from phalanx.train.checkpoint.format import parse_step, read_manifest
+from phalanx.train.checkpoint.gguf import GGUF_FILE, GGUF_FORM, convert_to_gguf, find_converter
 from phalanx.train.checkpoint.pruning import PruningRequest as PruningRequest
 from phalanx.train.checkpoint.pruning import find_family
 from phalanx.train.hf.reload import ProofCheck

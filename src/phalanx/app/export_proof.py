@@ -24,16 +24,20 @@ from phalanx.run import Run
 from phalanx.run.call_process import CallProcess, value_of
 from phalanx.run.companions import TOKENIZER_CONFIG_FILE
 from phalanx.run.process_messages import CallRaised, CallReturned
-from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, load_export
-from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE
-from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM
-from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
+from phalanx.train.checkpoint.compressed_tensors import INT4_FORM, Int4AwareLinear, QuantizedForm, load_export
 from phalanx.train.checkpoint.format import read_manifest
+from phalanx.train.checkpoint.gguf import GGUF_FILE
 from phalanx.train.checkpoint.pruning import PruningPlan, PruningRequest, find_family, plan_pruning
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.hf import reload
-from phalanx.train.hf.reload import ProofCheck, ReloadReply, ReloadRequest, TextFacts, compute_scores
-from phalanx.train.hf.reload_gguf import reload_with_llama_cpp
+from phalanx.train.hf.reload import (
+    ProofCheck,
+    ReloadReply,
+    ReloadRequest,
+    TextFacts,
+    compute_scores,
+    reload_with_llama_cpp,
+)
 from phalanx.train.inference import TrainedModel, check_data, load_trained_model
 from phalanx.train.tasks import Classification, LanguageModeling
 from phalanx.train.tasks.texts import split_texts

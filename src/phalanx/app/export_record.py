@@ -14,7 +14,7 @@ from phalanx.run import Run
 from phalanx.run.companions import LICENSE_FILES, MODEL_CARD_FILE, read_contained
 from phalanx.run.directory import write_synced
 from phalanx.train.checkpoint.digest import digest_checkpoint
-from phalanx.train.checkpoint.export_forms.gguf import GGUF_FILE, GGUF_FORM
+from phalanx.train.checkpoint.gguf import GGUF_FILE, GGUF_FORM
 from phalanx.train.hf.reload import ProofCheck
 
 EXPORT_RECORD_FILE, RECORD_FORMAT = "export.json", 1

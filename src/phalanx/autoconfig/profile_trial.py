@@ -33,8 +33,7 @@ from phalanx.recipe.grad_sync_defaults import (
     CHANGED_STATE_KEY,
     GPU_ONLY_MODULES_KEY,
 )
-from phalanx.train.adapters.names import is_adapter_name
-from phalanx.train.adapters.targets import describe_adapters, find_uncalled_adapters
+from phalanx.train.adapters.targets import describe_adapters, find_uncalled_adapters, is_adapter_name
 from phalanx.train.builder import count_units_per_sample, make_lm_head
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
 from phalanx.train.distributed.buffer_sync import find_forward_changes, format_names, snapshot_weight_versions

@@ -20,7 +20,7 @@ from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.loss import LossFn, LossSums
 from phalanx.train.model_builder import build_model, check_model_fits_memory
 from phalanx.train.ops.blocks import find_blocks
-from phalanx.train.optim.param_groups import check_groups
+from phalanx.train.optim.container import check_groups
 from phalanx.train.tasks import Task, TensorBatch, check_images, check_model_config, open_task
 
 

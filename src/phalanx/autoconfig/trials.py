@@ -26,7 +26,7 @@ from phalanx.run import Run
 from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.builder import build_context
 from phalanx.train.callbacks import load_callbacks
-from phalanx.train.checkpoint import init_weights
+from phalanx.train.checkpoint import load_plan as init_weights
 from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.environment import dist_env_from_environment
 from phalanx.train.distributed.parallelize import ParallelConfig, plan_model

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.grad_sync_defaults import bucket_size_bytes, num_warmup_steps
 from phalanx.recipe.locations import huggingface_directory
 from phalanx.train.adapters.initial_values import init_from_weights
-from phalanx.train.adapters.names import has_adapter
+from phalanx.train.adapters.targets import has_adapter
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
-from phalanx.train.checkpoint.init_weights import InitialWeights, open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.load_plan import InitialWeights, open_hf_weights, open_initial_weights
 from phalanx.train.checkpoint.peft_files import open_peft_adapter
 from phalanx.train.distributed.context_parallel import local_runs
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, compute_squared_norms
@@ -27,7 +28,8 @@ from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
 from phalanx.train.distributed.pipeline.build import PipelineRunner, build_pipeline
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS, BucketedReducer
+from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from phalanx.train.grad_sync.error_feedback import ErrorFeedbackState
 from phalanx.train.grad_sync.reducer import GradReducer, HSDPTreeReducer, LocalReducer, ParallelReducer
 from phalanx.train.hf.inputs import check_auxiliary_loss
@@ -145,9 +147,8 @@ def build_context(
     accumulator = make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds)
     run_context = RunContext(run.path, dist_env.rank, dist_env.world_size, model)
     return TrainContext(
-        run=run,
+        **vars(process),
         recipe=recipe,
-        dist_env=dist_env,
         data=data,
         model=model,
         loss_module=loss_module,
@@ -156,12 +157,9 @@ def build_context(
         scaler=scaler,
         accumulator=accumulator,
         callbacks=UserCallbacks(load_callbacks(recipe.callbacks, folder), run_context),
-        reporter=process.reporter,
-        stop_request=process.stop_request,
         count_units=data.count_units,
         validation_data=data if data.num_validation_samples else None,
         prepare_batch=lambda arrays: to_device(arrays, dist_env.device),
-        heartbeat=process.heartbeat,
     )
 
 
@@ -211,11 +209,8 @@ def _build_parallel_model(
     """Apply the parallelism to the model. Returns this worker's part and the module that computes losses."""
     cache_weight_casts = uses_cached_casts(recipe.compile, recipe.precision, dist_env.device)
     head = make_lm_head(model, loss_fn.task, data) if cache_weight_casts and loss_fn.lm_head is None else None
-    config = ParallelConfig(
-        recipe.precision,
-        activation_checkpointing=recipe.memory.activation_checkpointing,
-        compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
-        tp_plan=recipe.model.tp_plan,
+    config = make_parallel_config(
+        recipe,
         seq_len=data.info.seq_len,
         # Only the built-in loss supports a sharded vocabulary; a subclass may override it.
         vocab_parallel_loss=loss_fn.lm_head is not None and _has_built_in_head_loss(loss_fn.task),
@@ -238,6 +233,17 @@ def _build_parallel_model(
         config,
         seeds.seed_micro_batch,
         (lambda: scaler.scale) if scaler.dynamic else None,
+    )
+
+
+def make_parallel_config(recipe: ResolvedRecipe, **facts: Any) -> ParallelConfig:
+    """How a recipe computes the parts of a model, and `facts`: the fields that other things than the recipe decide."""
+    return ParallelConfig(
+        recipe.precision,
+        activation_checkpointing=recipe.memory.activation_checkpointing,
+        compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
+        tp_plan=facts.pop("tp_plan", None) or recipe.model.tp_plan,
+        **facts,
     )
 
 
@@ -270,9 +276,8 @@ def choose_reducer(
 ) -> GradReducer:
     """Make the reducer of a worker. Plain replicas also sum `num_metric_slots` fp32 values in a bucket with it."""
     mesh, micro_batches = parallel_model.mesh, recipe.batch.global_size // recipe.batch.micro_size
-    layers = [
-        part for module in parallel_model.modules for part in module.modules() if isinstance(part, CachedCastLinear)
-    ]
+    parts = (part for module in parallel_model.modules for part in module.modules())
+    layers = [part for part in parts if isinstance(part, CachedCastLinear)]
     parameters = list(parallel_model.trainable_parameters().values())
     if mesh.is_tree_hsdp:
         parameters = sort_in_reduction_order(parallel_model.modules, parameters)
@@ -320,9 +325,8 @@ def _make_bucketed_reducer(
     if isinstance(reducer, HSDPTreeReducer):
         assert mesh.fsdp_mesh is not None
         reducer.shard_group = mesh.fsdp_mesh.get_group()
-    parallel_model.error_feedback = (
-        ErrorFeedbackState.from_residuals(parallel_model, reducer.residuals(), reducer.projection_bases())
-        if uses_error_feedback
-        else None
-    )
+    parallel_model.error_feedback = None
+    if uses_error_feedback:
+        residuals, bases = reducer.residuals(), reducer.projection_bases()
+        parallel_model.error_feedback = ErrorFeedbackState.from_residuals(parallel_model, residuals, bases)
     return reducer

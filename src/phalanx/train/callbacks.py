@@ -101,13 +101,19 @@ class TrainerCallback:
         """Do what is due after one of `due_steps`. `is_done`: no step follows. Not called after a rollback."""
 
 
-def find_methods(callbacks: Sequence[TrainerCallback], moment: str) -> list[Callable[..., None]]:
-    """Return the methods for a moment of the callbacks that have one, in order."""
-    return [
-        getattr(callback, moment)
-        for callback in callbacks
-        if getattr(type(callback), moment) is not getattr(TrainerCallback, moment)
-    ]
+class MomentCaller:
+    """Calls the methods for a moment of the callbacks that have one, in order."""
+
+    def __init__(self, callbacks: Sequence[TrainerCallback]):
+        self.methods: dict[str, list[Callable[..., None]]] = {
+            moment: [getattr(each, moment) for each in callbacks if getattr(type(each), moment) is not default]
+            for moment, default in vars(TrainerCallback).items()
+            if callable(default)
+        }
+
+    def __call__(self, moment: str, *arguments: Any) -> None:
+        for method in self.methods[moment]:
+            method(*arguments)
 
 
 @dataclass

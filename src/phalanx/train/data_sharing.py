@@ -2,11 +2,10 @@
 of streams, of which each node prepares a part."""
 
 import contextlib
-import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,7 @@ from phalanx.storage.cache import localize_into, set_peers
 from phalanx.storage.peers import ObjectPeers
 from phalanx.train.checkpoint.in_memory.replication import find_local_address
 from phalanx.train.distributed.environment import DistEnv
-from phalanx.train.distributed.object_collectives import (
-    all_gather_json,
-    broadcast_json_from_rank_zero,
-    gather_node_map,
-)
+from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero, gather_node_map
 
 _MAX_COPIES = 8
 """Pieces of a stream that a node copies at once."""
@@ -72,12 +67,10 @@ def _copy_stream_file(peers: ObjectPeers, owner: int, name: str, file: str, targ
 
 
 @contextlib.contextmanager
-def sharing_data(
-    dist_env: DistEnv, is_wanted: bool, environment: Mapping[str, str] = os.environ
-) -> Iterator[DataSharing]:
+def sharing_data(dist_env: DistEnv, is_wanted: bool) -> Iterator[DataSharing]:
     """Share data among the nodes as long as this lasts. The first worker of each node serves them. Nodes that see one
     cache directory share that instead. Every worker enters at the same time."""
-    nodes = gather_node_map(dist_env, environment) if is_wanted else None
+    nodes = gather_node_map(dist_env) if is_wanted else None
     if nodes is None or nodes.num_nodes == 1:
         yield DataSharing()
         return
@@ -90,7 +83,7 @@ def sharing_data(
     own_node = nodes.node_of_rank[dist_env.rank]
     is_leader = nodes.is_node_leader(dist_env.rank)
     peers = ObjectPeers(secret.encode(), localize_into)
-    address = peers.listen(find_local_address(environment)) if is_leader else None
+    address = peers.listen(find_local_address()) if is_leader else None
     gathered = all_gather_json(dist_env, (address, own_node > 0 and marker.exists()))
     if dist_env.is_rank_zero:
         marker.unlink(missing_ok=True)

@@ -55,12 +55,7 @@ class TrainedModel:
 
 
 def load_trained_model(
-    run: Run,
-    step: int | None,
-    best: bool,
-    device: torch.device,
-    trusted: bool = False,
-    weights: str | None = None,
+    run: Run, step: int | None, best: bool, device: torch.device, trusted: bool = False, weights: str | None = None
 ) -> TrainedModel:
     """Load the model from the run's checkpoint of `step`, from its best one, or from its newest good one. `weights` as
     in `choose_weights`.
@@ -90,15 +85,9 @@ def load_trained_model(
     check_nothing_left(manifest.tensors, names, str(checkpoint))
     with torch.no_grad():
         load_model_tensors(model, load_tensors(checkpoint, names, manifest), str(checkpoint))
-    return TrainedModel(
-        model.eval(),
-        recipe,
-        facts,
-        modules if list_user_code(recipe) else None,
-        checkpoint,
-        from_meta(manifest.meta.get("image_normalization")),
-        tuple(notes),
-    )
+    own_code = modules if list_user_code(recipe) else None
+    normalization = from_meta(manifest.meta.get("image_normalization"))
+    return TrainedModel(model.eval(), recipe, facts, own_code, checkpoint, normalization, tuple(notes))
 
 
 def set_threads(num_threads: int) -> None:
@@ -216,11 +205,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 def generate_tokens(
-    model: nn.Module,
-    prompt: Sequence[int],
-    sampling: SamplingOptions,
-    window: int,
-    device: torch.device,
+    model: nn.Module, prompt: Sequence[int], sampling: SamplingOptions, window: int, device: torch.device
 ) -> Iterator[int]:
     """Yield tokens that continue `prompt` (at least one token). The model sees the last `window`. The same seed gives
     the same text."""

@@ -9,6 +9,7 @@ model return these.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,14 +38,11 @@ def find_lm_head(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """
     outputs_by_name: dict[str, list[Any]] = {}
 
-    def make_hook(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            outputs_by_name.setdefault(name, []).append(output)
-
-        return hook
+    def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs_by_name.setdefault(name, []).append(output)
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    hooks = [module.register_forward_hook(make_hook(name)) for name, module in layers.items()]
+    hooks = [module.register_forward_hook(partial(record, name)) for name, module in layers.items()]
     try:
         with torch.no_grad(), eval_mode(model):
             logits = find_logits(_run_model(model, args, kwargs))
@@ -192,9 +190,8 @@ class LossFn:
         mine = shard_batch(batch, self.context_split.group, self.context_split.method)
         with ContextParallel(self.context_split.group, self.context_split.method, documents) as context:
             yield mine
-            if (
-                not context.attention_seen
-            ):  # if one process can hold the model, a trial checks more (autoconfig/causality_check.py)
+            # If one process can hold the model, a trial checks more (autoconfig/causality_check.py).
+            if not context.attention_seen:
                 raise RecipeError(
                     "parallelism.context: the model's forward never calls "
                     "torch.nn.functional.scaled_dot_product_attention, so each part of a sequence would be trained "

@@ -9,9 +9,9 @@ def compute_learning_rate(recipe: Recipe, step: int) -> float:
     """Return the highest learning rate of all parameters at `step` (the first is 1). `auto` values must be resolved."""
     optim = recipe.optimizer
     rate = optim.lr * lr_factor(optim.schedule, step, recipe.steps)
-    return (
-        rate if optim.lr_scaling is None else rate * lr_batch_factor(optim.lr_scaling, recipe.batch.global_size, step)
-    )
+    if optim.lr_scaling is None:
+        return rate
+    return rate * lr_batch_factor(optim.lr_scaling, recipe.batch.global_size, step)
 
 
 def peak_learning_rate(recipe: Recipe) -> float:

@@ -1,26 +1,37 @@
-"""Build the model of a recipe: by import path, with arguments that the data provide, and seeded initialization."""
+"""Build the model of a recipe: by import path, with arguments that the data provide, and seeded initialization.
+
+A model that is restored anyway is built without random weights (`SkipInit`): initializing them takes longer than
+reading a checkpoint. This is only valid if random numbers go to the model's parameters and nowhere else. A builder must
+be run again with initialization if it reads values that were skipped, for a mask or a buffer that no checkpoint holds;
+if it draws other random numbers, since they would differ; or if it keeps a module in a plain list, since its parameters
+are not the model's.
+"""
 
 import math
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from phalanx.data import DataInfo
 from phalanx.errors import PhalanxError, RecipeError
 from phalanx.formatting import BYTES_PER_GIB
+from phalanx.pytree import iterate_tensors
 from phalanx.recipe import describe_exception, import_object
 from phalanx.recipe.imports import describe_message, fill_arguments
 from phalanx.recipe.locations import huggingface_directory
 from phalanx.recipe.schema import AdapterConfig, ModelConfig
 from phalanx.train.adapters.lora import add_adapters
-from phalanx.train.checkpoint.export_forms.quantization_aware import make_int4_aware
+from phalanx.train.checkpoint.compressed_tensors import make_int4_aware
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.failures import is_gpu_failure, is_out_of_memory
 from phalanx.train.distributed.module_state import check_model_can_be_saved, get_persistent_buffers
@@ -28,7 +39,6 @@ from phalanx.train.distributed.object_collectives import assert_same_on_all_rank
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.safetensors_reader import open_weight_reader
-from phalanx.train.hf.skip_init import InitValueNeeded, SkipInit
 from phalanx.train.ops.random_draws import derive_seed, seed_everything
 
 BUILT_IN_PREFIX = "phalanx.models:"
@@ -46,11 +56,8 @@ def describe_model(spec: ModelConfig, facts: DataInfo, folder: Path | None) -> d
     config.json.
     """
     if (directory := huggingface_directory(spec.build, folder)) is not None:
-        return {
-            "build": spec.build,
-            "args": spec.args,
-            "huggingface": hf_model.describe_for_export(directory, spec.args, facts),
-        }
+        origin = hf_model.describe_for_export(directory, spec.args, facts)
+        return {"build": spec.build, "args": spec.args, "huggingface": origin}
     builder = import_object(spec.build, folder, key="model.build")
     return {"build": spec.build, "args": fill_arguments(builder, spec.args, model_facts(facts))}
 
@@ -195,3 +202,81 @@ def has_batch_norm(model: nn.Module) -> bool:
     """Return whether the model normalizes over the batch, so that results depend on the micro-batch size."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return any(isinstance(module, kinds) for module in model.modules())
+
+
+_PLAIN_DISTRIBUTIONS = ("normal_", "uniform_", "trunc_normal_")
+_SCALED_DISTRIBUTIONS = ("xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_")
+INIT_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    (
+        Tensor.normal_,
+        Tensor.uniform_,
+        *(getattr(init, name) for name in (*_PLAIN_DISTRIBUTIONS, *_SCALED_DISTRIBUTIONS)),
+    )
+)
+"""Functions that only fill a tensor with random numbers and return it."""
+_RANDOM_NAMES = ("randn", "rand", "normal", "randint", "randperm", "randn_like", "rand_like")
+RANDOM_FUNCTIONS = INIT_FUNCTIONS | {getattr(torch, name) for name in _RANDOM_NAMES}
+"""Other common functions that draw random numbers; the generator's state shows at the end whether there were more."""
+_PLAIN_ATTRIBUTES = {"shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"}
+METADATA_ATTRIBUTES = _PLAIN_ATTRIBUTES | {"size", "dim", "numel", "stride", "__hash__"}
+"""Methods and attributes that do not depend on a tensor's values."""
+
+
+class InitValueNeeded(BaseException):
+    """A builder reads skipped values, or draws numbers that may be needed. A BaseException, to not be caught."""
+
+
+class SkipInit(TorchFunctionMode):
+    """While this mode is active, no random numbers are drawn into parameters, which keep uninitialized memory. Raises
+    InitValueNeeded as soon as this is known to be invalid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng_state_before = torch.default_generator.get_state()
+        self._uninitialized: dict[int, nn.Parameter] = {}  # by address; referenced, so that addresses stay unique
+        self._value_needed = False
+
+    @property
+    def only_parameters_differ(self) -> bool:
+        """Whether everything but parameters is as with initialization."""
+        return not self._value_needed and torch.default_generator.get_state().equal(self._rng_state_before)
+
+    def only_of(self, model: nn.Module) -> bool:
+        """Return whether all uninitialized tensors that still exist are parameters of the model. No checkpoint holds
+        others, such as those of a frozen model in a list."""
+        undrawn = [weakref.ref(parameter) for parameter in self._uninitialized.values()]
+        self._uninitialized.clear()
+        held = {_storage_address(parameter) for parameter in model.parameters()}
+        there = [parameter for reference in undrawn if (parameter := reference()) is not None]
+        return all(_storage_address(parameter) in held for parameter in there)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("tensor")
+        if function in INIT_FUNCTIONS and isinstance(first, nn.Parameter):
+            self._uninitialized[_storage_address(first)] = first
+            return first
+        if function in RANDOM_FUNCTIONS:
+            self._fail()
+        tensors = iterate_tensors((args, kwargs))
+        touched = [tensor for tensor in tensors if _storage_address(tensor) in self._uninitialized]
+        result = function(*args, **kwargs)
+        is_in_place = result is first and all(tensor is first for tensor in touched)
+        if touched and not is_in_place and _attribute_name(function) not in METADATA_ATTRIBUTES:
+            self._fail()
+        return result
+
+    def _fail(self) -> NoReturn:
+        self._value_needed = True
+        raise InitValueNeeded
+
+
+def _attribute_name(function: Any) -> str:
+    """Return the name of a method, or of the attribute that a getter or setter belongs to."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(function.__self__, "__name__", "") if name in ("__get__", "__set__") else name
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; -1 if it is not plain memory on this host."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu else -1

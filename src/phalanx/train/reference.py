@@ -64,9 +64,8 @@ def _ensure_file(context: TrainContext, fingerprint: str, compute: Callable[[], 
     dist_env, run = context.dist_env, context.run
     found = load_reference(run, fingerprint)
     # Without a shared disk, a node that has come back has none: the first rank that has it gives it to the others.
-    num_without, owner = all_reduce_max(
-        dist_env, [float(found is None), -dist_env.world_size if found is None else -dist_env.rank]
-    )
+    own_rank = dist_env.world_size if found is None else dist_env.rank
+    num_without, owner = all_reduce_max(dist_env, [float(found is None), -own_rank])
     if found is not None and not num_without:
         return found
     if -owner < dist_env.world_size:
@@ -124,10 +123,8 @@ def _list_rounds(context: TrainContext, data: RunData) -> tuple[int, list[list[i
     that shard parameters issue the same collectives: all have equally many, the last ones some of them again."""
     dp_size, num_ids = context.parallel_model.mesh.dp_size, data.num_sample_ids
     size = min(int(context.recipe.batch.micro_size), num_ids)
-    return size, [
-        [min(first + rank * size, num_ids - size) for rank in range(dp_size)]
-        for first in range(0, num_ids, size * dp_size)
-    ]
+    starts = range(0, num_ids, size * dp_size)
+    return size, [[min(first + rank * size, num_ids - size) for rank in range(dp_size)] for first in starts]
 
 
 def _read_own_batches(context: TrainContext, data: RunData) -> Iterator[tuple[int, TensorBatch]]:

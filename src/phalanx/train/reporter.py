@@ -60,9 +60,7 @@ class AgentReporter:
         self._pending.append(message)
         self.flush()
 
-    def close(self) -> None:
-        """Send delayed events, for the last time."""
-        self.flush()
+    close = flush
 
 
 class RunReporter:

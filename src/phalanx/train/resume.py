@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,8 @@ def resume_training(
     checkpoints_seen = needs_checkpoint or has_checkpoint(context.run, context.recipe.checkpoint, context.dist_env)
     start_time = time.perf_counter()
     store_url = find_store_url(context.run, context.recipe.checkpoint)
-    restored = restore_newest(
-        context.run,
-        context.dist_env,
-        context.app_state,
-        lambda *bad: report_rejected_checkpoint(context, *bad),
-        in_place=needs_checkpoint,
-        store_url=store_url,
-    )
+    run, state, on_reject = context.run, context.app_state, partial(report_rejected_checkpoint, context)
+    restored = restore_newest(run, context.dist_env, state, on_reject, in_place=needs_checkpoint, store_url=store_url)
     if restored is None:
         if checkpoints_seen:
             raise DataError(
@@ -65,14 +60,13 @@ def resume_training(
         return TrainState()
     meta = restored.manifest.meta
     if restored.in_memory and context.dist_env.is_rank_zero:
-        context.reporter.report_event(
-            InMemoryRestored(
-                step=meta["step"],
-                checkpoint_step=meta["last_saved_step"],
-                fetched_bytes=restored.fetched_bytes,
-                duration_s=time.perf_counter() - start_time,
-            )
+        event = InMemoryRestored(
+            step=meta["step"],
+            checkpoint_step=meta["last_saved_step"],
+            fetched_bytes=restored.fetched_bytes,
+            duration_s=time.perf_counter() - start_time,
         )
+        context.reporter.report_event(event)
     if meta.get("fingerprint") != fingerprint:
         fingerprints = f"(fingerprint {meta.get('fingerprint')}, now {fingerprint})"
         if not force:
@@ -122,12 +116,10 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
     Every worker calls it."""
     trained = list(trainable_parameters(context.model))
     in_checkpoint = restored.manifest.meta.get("trained_parameters", trained)
-    not_fitting = [
-        each for unused in all_gather_json(context.dist_env, context.optimizer.unused_state) for each in unused
-    ]
+    unused = all_gather_json(context.dist_env, context.optimizer.unused_state)
     problems = {
         "holds state without a place in the model": find_unused_entries(context.model, restored.manifest.tensors),
-        "holds optimizer state of another kind of optimizer": sorted(set(not_fitting)),
+        "holds optimizer state of another kind of optimizer": sorted(set().union(*unused)),
         "has no optimizer state of parameters that were not trained before": sorted(set(trained) - set(in_checkpoint)),
     }
     texts = [
@@ -149,16 +141,15 @@ def _check_restored_state(context: TrainContext, restored: RestoredCheckpoint, f
 def report_start(context: TrainContext, samples: int, train_state: TrainState) -> None:
     """Report the start of an attempt on `samples` training samples, and warnings about the recipe."""
     recipe, dist_env = context.recipe, context.dist_env
-    context.reporter.report_event(
-        AttemptStarted(
-            world_size=dist_env.world_size,
-            attempt=dist_env.attempt,
-            start_step=train_state.step,
-            total_steps=recipe.steps,
-            device=str(dist_env.device),
-            num_micro_batches=context.accumulator.num_micro_batches,
-        )
+    event = AttemptStarted(
+        world_size=dist_env.world_size,
+        attempt=dist_env.attempt,
+        start_step=train_state.step,
+        total_steps=recipe.steps,
+        device=str(dist_env.device),
+        num_micro_batches=context.accumulator.num_micro_batches,
     )
+    context.reporter.report_event(event)
     if has_batch_norm(context.model):
         text = (
             "the model has BatchNorm: results depend on the micro-batch, and running statistics are the first "

@@ -10,23 +10,29 @@
 The recipe's parallelism, precision, batch, steps, schedule, checkpoints and recovery apply as with the trainer. Model,
 data, loss, optimizer with its learning rate, and evaluation are those of the loop. `phalanx.session` (app/session.py)
 prepares the run and ends it.
+
+The data are a map-style dataset: samples in the run's order, collated, and moved to a device. Each sample must depend
+on its index only; `fingerprint_dataset` detects most violations.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from phalanx.data.order import ShuffleOrder
 from phalanx.errors import UsageError
 from phalanx.pytree import map_tensors
 from phalanx.recipe import ResolvedRecipe
 from phalanx.run.directory import write_json
-from phalanx.train.builder import make_accumulator, make_held_slices
+from phalanx.train.builder import make_accumulator, make_held_slices, make_parallel_config
 from phalanx.train.callbacks import RunContext, UserCallbacks, load_callbacks
 from phalanx.train.checkpoint.durable import clean_checkpoint_dir
 from phalanx.train.distributed.failures import explain_out_of_memory
@@ -34,14 +40,7 @@ from phalanx.train.distributed.fsdp import reshard_parameters
 from phalanx.train.distributed.mesh import build_mesh
 from phalanx.train.distributed.module_state import check_model_can_be_saved
 from phalanx.train.distributed.parallel_model import ParallelModel
-from phalanx.train.distributed.parallelize import ParallelConfig, parallelize
-from phalanx.train.map_dataset import (
-    CollateFn,
-    MapDatasetSource,
-    batch_to_device,
-    check_map_dataset,
-    fingerprint_dataset,
-)
+from phalanx.train.distributed.parallelize import parallelize
 from phalanx.train.model_builder import check_same_initial_values
 from phalanx.train.ops.random_draws import MicroBatchSeeds, derive_seed, seed_everything
 from phalanx.train.optim.user import UserOptimizer
@@ -54,6 +53,103 @@ OTHER_DATA_HINT = (
     "give the data that it was trained on, or another run directory. Where a dataset gives other samples each time, "
     "name it by session.micro_batches(dataset, fingerprint=...)"
 )
+
+
+FINGERPRINT_SAMPLES = 8
+"""Number of samples that a fingerprint includes."""
+
+CollateFn = Callable[[list[Any]], Any]
+
+
+class CollatedMicroBatch:
+    """A collated batch of any type."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.nbytes = max(1, _count_bytes(value))
+
+
+class StepSamples:
+    """Samples of a step; a slice of it is a `CollatedMicroBatch`. The feed slices in its own thread, so collating
+    happens there."""
+
+    def __init__(self, samples: list[Any], collate: CollateFn):
+        self._samples, self._collate = samples, collate
+
+    def __getitem__(self, sample_range: slice) -> CollatedMicroBatch:
+        return CollatedMicroBatch(self._collate(self._samples[sample_range]))
+
+
+class MapDatasetSource:
+    """The interface that a feed needs, for a map-style dataset (`len` and `[i]`): `read_training` returns samples in
+    the order of the run."""
+
+    has_images = False
+
+    def __init__(self, dataset: Any, fingerprint: str, seed: int, collate: CollateFn = default_collate):
+        self._dataset, self._collate = dataset, collate
+        self._order = ShuffleOrder(len(dataset), 0, fingerprint, seed)
+
+    def read_training(self, consumed: int, count: int) -> dict[str, Any]:
+        """Return samples consumed .. consumed + count - 1 of the run."""
+        indices = self._order.training_samples(np.arange(consumed, consumed + count))
+        return {"": StepSamples([self._dataset[int(index)] for index in indices], self._collate)}
+
+
+def batch_to_device(batch: Mapping[str, CollatedMicroBatch], device: torch.device) -> Any:
+    """Return a feed's micro-batch as its collate function made it, with tensors on the device."""
+    return map_tensors(batch[""].value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def check_map_dataset(dataset: Any) -> None:
+    """Raise UsageError unless this is a map-style dataset with at least one sample."""
+    if not (hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")):
+        raise UsageError(
+            f"session.micro_batches: found a {type(dataset).__name__}, expected a map-style dataset (len(dataset) and "
+            "dataset[i]); order, batches and workers are Phalanx's"
+        )
+    if not len(dataset):
+        raise UsageError("session.micro_batches: the dataset is empty")
+
+
+def fingerprint_dataset(dataset: Any) -> str:
+    """Return a fingerprint of a dataset: of its class, its length and some samples, evenly spaced."""
+    size = len(dataset)
+    digest = xxhash.xxh3_64(f"{type(dataset).__qualname__}/{size}".encode())
+    for index in sorted({i * (size - 1) // (FINGERPRINT_SAMPLES - 1) for i in range(FINGERPRINT_SAMPLES)}):
+        _update_digest(digest, dataset[index])
+    return digest.hexdigest()
+
+
+def _update_digest(digest: xxhash.xxh3_64, value: Any) -> None:
+    """Add a sample's structure and content to a digest; for other objects, only their class."""
+    digest.update(f"/{type(value).__name__}".encode())
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        digest.update(f"{value.dtype}{list(value.shape)}".encode())
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif hasattr(value, "tobytes"):  # arrays, and images of PIL
+        digest.update(f"{getattr(value, 'dtype', '')}{getattr(value, 'shape', '')}".encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            digest.update(str(name).encode())
+            _update_digest(digest, part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _update_digest(digest, part)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif isinstance(value, str | int | float):
+        digest.update(str(value).encode())
+
+
+def _count_bytes(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_count_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_count_bytes, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 @dataclass(frozen=True)
@@ -73,9 +169,8 @@ class Session:
     def __init__(self, process: WorkerProcess, recipe: ResolvedRecipe, force: bool):
         run, dist_env = process.run, process.dist_env
         self.rank, self.world_size, self.device = dist_env.rank, dist_env.world_size, dist_env.device
-        self._run, self._recipe, self._folder, self._dist_env = run, recipe, process.folder, dist_env
-        self._reporter, self._stop, self._force = process.reporter, process.stop_request, force
-        self._heartbeat = process.heartbeat
+        self._process, self._run, self._dist_env = process, run, dist_env
+        self._recipe, self._force = recipe, force
         if dist_env.is_rank_zero:
             clean_checkpoint_dir(run.checkpoints)
         self._mesh = build_mesh(recipe.parallelism, dist_env, recipe)
@@ -103,13 +198,7 @@ class Session:
         check_same_initial_values(dist_env, model)
         model.to(dist_env.device).train()
         size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        parallel_config = ParallelConfig(
-            recipe.precision,
-            activation_checkpointing=recipe.memory.activation_checkpointing,
-            compile="cuda-graphs" if recipe.compile == "cuda-graphs" else recipe.compile is True,
-            tp_plan=tp_plan or recipe.model.tp_plan,
-        )
-        parallel_model, _ = parallelize(model, model, self._mesh, parallel_config)
+        parallel_model, _ = parallelize(model, model, self._mesh, make_parallel_config(recipe, tp_plan=tp_plan))
         apply_autocast(model, recipe.precision, dist_env.device)
         optimizer = make_optimizer(model)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -151,12 +240,11 @@ class Session:
         check_map_dataset(dataset)
         fingerprint = fingerprint or fingerprint_dataset(dataset)
         prepared, dist_env = self._prepared, self._dist_env
-        context = self._make_context(
-            prepared, MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate), tokens
-        )
+        source = MapDatasetSource(dataset, fingerprint, self._recipe.seed, collate)
+        context = self._make_context(prepared, source, tokens)
         self._write_plan(prepared, dataset, tokens)
         train_state = resume_training(context, fingerprint, self._force, OTHER_DATA_HINT)
-        self._heartbeat.record("restoring")
+        self._process.heartbeat.record("restoring")
         if dist_env.is_rank_zero:
             report_start(context, len(dataset), train_state)
         meta = {"fingerprint": fingerprint, "recipe": context.recipe.model_dump(mode="json")}
@@ -169,7 +257,7 @@ class Session:
             if self._stepped:
                 self._reshard()
         self._finished = True
-        self._heartbeat.record("ending")  # from here on the loop may take as long as it likes
+        self._process.heartbeat.record("ending")  # from here on the loop may take as long as it likes
 
     def _reshard(self) -> None:
         """Free parameters that an evaluation in the loop has gathered, since no backward did."""
@@ -187,9 +275,8 @@ class Session:
         seeds.slices = make_held_slices(parallel_model.mesh, recipe.batch.micro_size, None, None)
         view = RunContext(self._run.path, dist_env.rank, dist_env.world_size, prepared.model)
         return TrainContext(
-            run=self._run,
+            **vars(self._process),
             recipe=recipe,
-            dist_env=dist_env,
             data=data,
             model=prepared.model,
             loss_module=None,
@@ -197,13 +284,10 @@ class Session:
             optimizer=optimizer,
             scaler=scaler,
             accumulator=make_accumulator(recipe, dist_env, parallel_model, optimizer, scaler, seeds),
-            callbacks=UserCallbacks(load_callbacks(recipe.callbacks, self._folder), view),
-            reporter=self._reporter,
-            stop_request=self._stop,
+            callbacks=UserCallbacks(load_callbacks(recipe.callbacks, self._process.folder), view),
             count_units=lambda first_sample, count: count * tokens,
             validation_data=None,
             prepare_batch=lambda batch: batch_to_device(batch, dist_env.device),
-            heartbeat=self._heartbeat,
         )
 
     def _write_plan(self, prepared: PreparedModel, dataset: Any, tokens: int) -> None:
@@ -252,7 +336,7 @@ class Session:
         """Send a heartbeat during long work between two steps, such as after each batch of an evaluation: a worker
         without heartbeat for `fault_tolerance.hang_timeout_s` seconds counts as hanging. It takes about 1
         microsecond."""
-        self._heartbeat.record("evaluation")
+        self._process.heartbeat.record("evaluation")
 
     def explain_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that turns an allocation failure into an error that names a smaller micro-batch size."""
@@ -276,7 +360,7 @@ class Session:
         self._reshard()
         status = trainer.finish()
         if self._dist_env.is_rank_zero:
-            self._reporter.report_result(make_result(trainer.context, trainer.train_state, status))
+            self._process.reporter.report_result(make_result(trainer.context, trainer.train_state, status))
         return status
 
 

@@ -45,7 +45,7 @@ class StopRequest:
         self.requested = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerProcess:
     """One worker process of a run: its place, what it reads and where it reports. `folder`: the folder of the
     recipe."""
@@ -58,14 +58,12 @@ class WorkerProcess:
     heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat)
 
 
-@dataclass
-class TrainContext:
+@dataclass(kw_only=True)
+class TrainContext(WorkerProcess):
     """Everything that a trainer works with. `validation_data` is None without a validation set. `prepare_batch` turns
     the arrays of a micro-batch into what the loss module takes."""
 
-    run: Run
     recipe: ResolvedRecipe
-    dist_env: DistEnv
     data: SampleSource
     model: nn.Module
     loss_module: LossModule | PipelineRunner | None
@@ -75,13 +73,10 @@ class TrainContext:
     scaler: GradScaler
     accumulator: GradientAccumulator
     callbacks: UserCallbacks
-    reporter: Reporter
-    stop_request: StopRequest
     count_units: Callable[[int, int], int]
     """Tokens, without padding, or samples of the training samples n .. n + count - 1, given n and the count."""
     validation_data: RunData | None
     prepare_batch: Callable[[Any], Any]
-    heartbeat: HeartbeatWriter | NullHeartbeat = field(default_factory=NullHeartbeat, kw_only=True)
 
     @property
     def app_state(self) -> AppState:

@@ -1,9 +1,7 @@
 """The training state besides tensors: counters, scores, and what the selection of a reduction strategy has learned.
 
-A checkpoint holds `TrainState` in its meta, and these tensors: parameters and persistent buffers by their names in the
-model, `optimizer/<parameter>/<state>`, `extra/<module>` (`get_extra_state`), `settings/groups` (param groups of an
-optimizer), `scaler/<name>`, `grad_sync/residual/<parameter>`, `grad_sync/basis/<parameter>`, and the local state of
-workers under local SGD (`local_sgd/step.py`). The order of data follows from the samples consumed.
+A checkpoint holds `TrainState` in its meta, and the tensors that `checkpoint/format.py` lists. The order of data
+follows from the samples consumed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from phalanx.compat import scale_in_place
 from phalanx.data import Batch
 from phalanx.recipe import Recipe
 from phalanx.run.event_types import SkipReason
-from phalanx.train.callbacks import TrainerCallback, find_methods
+from phalanx.train.callbacks import MomentCaller, TrainerCallback
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.build import PipelineRunner
@@ -91,12 +91,6 @@ class GradientAccumulator:
             self.metrics.record(self.own_micro_batches[self.num_backwards], loss_sum, num_terms)
         self.num_backwards += 1
 
-    def record_pipeline_losses(self, losses: Sequence[tuple[Tensor, Tensor | int]] | None) -> None:
-        """Record all losses after a pipeline has run their backward; None on workers without the last stage."""
-        for loss_sum, num_terms in losses or ():
-            self.record_loss(loss_sum, num_terms)
-        self.num_backwards = len(self.own_micro_batches)
-
     def record_flags(self, flags: StepFlags) -> None:
         """Record this worker's flags. The metrics are complete now, and travel with the gradients where they can."""
         self.metrics.raise_flags(flags)
@@ -157,18 +151,12 @@ class TrainStep:
     ):
         self.accumulator, self._loss_module, self._prepare_batch = accumulator, loss_module, prepare_batch
         self._timer = timer
-        self._pre_step = find_methods(callbacks, "pre_step")
-        self._pre_forward = find_methods(callbacks, "pre_forward")
-        self._pre_backward = find_methods(callbacks, "pre_backward")
-        self._post_backward = find_methods(callbacks, "post_backward")
-        self._raise_flags = find_methods(callbacks, "raise_flags")
-        self._pre_reduction = find_methods(callbacks, "pre_reduction")
-        self._post_optimizer_step = find_methods(callbacks, "post_optimizer_step")
+        self._call = MomentCaller(callbacks)
         # Several workers must agree before any of them changes its state, so the host decides there.
         alone_on_gpu = accumulator.dist_env.world_size == 1 and accumulator.dist_env.device.type == "cuda"
         decides_on_device = alone_on_gpu and not accumulator.is_elastic and optimizer.supports_scaled_step
         update = (DeviceUpdate if decides_on_device else HostUpdate)(
-            accumulator, optimizer, max_grad_norm, timer, find_methods(callbacks, "pre_optimizer_step")
+            accumulator, optimizer, max_grad_norm, timer, self._call
         )
         self.apply: Callable[[Tensor, float], StepResult] = update.apply
         """Divide, clip and update, unless the step is not finite. Takes the totals and the learning rate."""
@@ -176,8 +164,7 @@ class TrainStep:
     def zero_grad(self, step: int) -> None:
         """Begin a step: clear gradients and metrics, and seed random numbers with the step number."""
         self._step = step
-        for pre_step in self._pre_step:
-            pre_step(step)
+        self._call("pre_step", step)
         self.accumulator.zero_grad(step)
 
     def accumulate(self, step: int, micro_batches: Sequence[Any]) -> None:
@@ -186,7 +173,9 @@ class TrainStep:
         if isinstance(self._loss_module, PipelineRunner):  # forward and backward of all micro-batches, interleaved
             losses = self._loss_module.step([self._prepare_batch(batch) for batch in micro_batches])
             self._timer.lap("backward")
-            self.accumulator.record_pipeline_losses(losses)
+            for loss_sum, num_terms in losses or ():  # None on workers without the last stage
+                self.accumulator.record_loss(loss_sum, num_terms)
+            self.accumulator.num_backwards = len(self.accumulator.own_micro_batches)
             self._record_flags()
             return
         for micro_batch in micro_batches:
@@ -196,8 +185,7 @@ class TrainStep:
     def begin_forward(self, batch: Any) -> None:
         """Begin the forward of the next micro-batch: seed random numbers."""
         self.accumulator.seed_micro_batch()
-        for pre_forward in self._pre_forward:
-            pre_forward(batch)
+        self._call("pre_forward", batch)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the sum of the losses of the next micro-batch, and the number of terms."""
@@ -213,30 +201,25 @@ class TrainStep:
         if self.accumulator.is_complete:
             self._record_flags()
         self._timer.lap("forward")
-        for pre_backward in self._pre_backward:
-            pre_backward(loss_sum)
+        self._call("pre_backward", loss_sum)
         self.accumulator.backward(loss_sum)
-        for post_backward in self._post_backward:
-            post_backward()
+        self._call("post_backward")
         self._timer.lap("backward")
 
     def reduce(self) -> Tensor:
         """Sum gradients, losses, terms and flags over all workers. Returns the totals, without the gradient norm."""
-        for pre_reduction in self._pre_reduction:
-            pre_reduction(self._step)
+        self._call("pre_reduction", self._step)
         totals = self.accumulator.reduce_gradients()
         self._timer.lap("grad_sync")
         return totals
 
     def finish(self, result: StepResult) -> None:
         """Update what a step changes besides the parameters: buffers, local SGD, the save in flight."""
-        for post_optimizer_step in self._post_optimizer_step:
-            post_optimizer_step(result)
+        self._call("post_optimizer_step", result)
 
     def _record_flags(self) -> None:
         flags = StepFlags()
-        for raise_flags in self._raise_flags:
-            raise_flags(flags)
+        self._call("raise_flags", flags)
         self.accumulator.record_flags(flags)
 
 
@@ -249,10 +232,10 @@ class HostUpdate:
         optimizer: OptimizerContainer,
         max_grad_norm: float | None,
         timer: StepTimer,
-        pre_optimizer_step: Sequence[Callable[[], None]],
+        call: MomentCaller,
     ):
         self._accumulator, self._optimizer, self._max_grad_norm = accumulator, optimizer, max_grad_norm
-        self._timer, self._pre_optimizer_step = timer, pre_optimizer_step
+        self._timer, self._call = timer, call
 
     def apply(self, totals: Tensor, lr: float) -> StepResult:
         """Read the totals, which waits for the device, then update."""
@@ -260,8 +243,7 @@ class HostUpdate:
         read_totals = accumulator.read_totals(accumulator.append_grad_norm(totals).tolist())
         result, factor = divide_and_clip(read_totals, accumulator.scaler.scale, self._max_grad_norm)
         self._timer.lap("optimizer")
-        for pre_optimizer_step in self._pre_optimizer_step:
-            pre_optimizer_step()
+        self._call("pre_optimizer_step")
         if result.skip_reason is None:
             scale_in_place(accumulator.reducer.grad_tensors(), factor)
             self._optimizer.step(lr)
@@ -277,8 +259,7 @@ class DeviceUpdate(HostUpdate):
 
     def apply(self, totals: Tensor, lr: float) -> StepResult:
         """Update, then read the totals."""
-        for pre_optimizer_step in self._pre_optimizer_step:
-            pre_optimizer_step()
+        self._call("pre_optimizer_step")
         accumulator = self._accumulator
         values = accumulator.append_grad_norm(totals)
         if self._host_values is None:

@@ -9,6 +9,7 @@ workers, so all workers make the same one. A custom loop (`session.py`) drives t
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import UsageError
 from phalanx.run import Event
 from phalanx.run.event_types import RunEnded, RunStatus
-from phalanx.train.callbacks import TrainerCallback, find_methods
+from phalanx.train.callbacks import MomentCaller, TrainerCallback
 from phalanx.train.checkpoint.checkpointer import Checkpointer, LiveState
 from phalanx.train.checkpoint.save import SaveContext
 from phalanx.train.distributed.collective_trace import CollectiveCheck
@@ -48,18 +49,10 @@ class Trainer(TrainerCallback):
         mesh, local_sgd = context.parallel_model.mesh, context.parallel_model.local_sgd
         trained = list(trainable_parameters(context.model))
         meta = {**common_meta, "run": context.run.absolute_location, "trained_parameters": trained}
-        save_context = SaveContext(
-            context.run,
-            dist_env,
-            mesh,
-            meta,
-            report,
-            context.reporter.flush,
-            record_progress=lambda: context.heartbeat.record("ending"),
-        )
-        self.checkpointer = Checkpointer(
-            save_context, recipe.checkpoint, recipe.steps, LiveState(context.app_state), train_state
-        )
+        flush, record_progress = context.reporter.flush, partial(context.heartbeat.record, "ending")
+        save_context = SaveContext(context.run, dist_env, mesh, meta, report, flush, record_progress=record_progress)
+        live_state = LiveState(context.app_state)
+        self.checkpointer = Checkpointer(save_context, recipe.checkpoint, recipe.steps, live_state, train_state)
         self.timer = timer = HeartbeatTimer(make_step_timer(dist_env.device), context.heartbeat)
         self._evaluation = EvaluationPolicy(context, train_state, timer, report)
         self._nonfinite = NonFiniteSteps(context, train_state, self.checkpointer, report)
@@ -78,8 +71,7 @@ class Trainer(TrainerCallback):
             context.callbacks,
         ]
         self.train_step = context.make_train_step(timer, callbacks)
-        self._post_step = find_methods(callbacks, "post_step")
-        self._between_steps = find_methods(callbacks, "between_steps")
+        self._call = MomentCaller(callbacks)
         self._samples_at_step_start = train_state.samples_consumed
         self._num_yielded = 0  # micro-batches of the step that a custom loop has received
         self._stop_agreed = False
@@ -97,8 +89,7 @@ class Trainer(TrainerCallback):
     def end_step(self, result: StepResult, lr: float) -> None:
         """Complete a step after its update, and do what is due before the next."""
         self.train_step.finish(result)
-        for post_step in self._post_step:
-            post_step(result, lr)
+        self._call("post_step", result, lr)
         # A single worker needs no agreement: a request that came late in the step takes effect at once.
         stop_requested = self.context.dist_env.world_size == 1 and self.context.stop_request.requested
         self._stop_agreed = result.totals.flags.stop > 0 or stop_requested
@@ -107,7 +98,7 @@ class Trainer(TrainerCallback):
             step, local_sgd = self.train_state.step, self.context.parallel_model.local_sgd
             # with local SGD those since the replicas last held the same weights
             due_steps = range(step, step + 1) if local_sgd is None else local_sgd.due_steps(step)
-            for between_steps in self._between_steps:
+            for between_steps in self._call.methods["between_steps"]:  # an earlier one may end the run
                 between_steps(due_steps, self.is_done)
 
     @property
@@ -177,13 +168,8 @@ class Trainer(TrainerCallback):
         mesh = context.parallel_model.mesh
         gc.collect()
         gc.freeze()  # what exists now stays; later collections need not look at it again
-        rank_batch = RankBatch(
-            recipe.batch.global_size,
-            recipe.batch.global_size // context.accumulator.num_micro_batches,
-            mesh.dp_rank,
-            mesh.dp_size,
-            mesh.micro_batch_stride,
-        )
+        size, micro_size = recipe.batch.global_size, recipe.batch.global_size // context.accumulator.num_micro_batches
+        rank_batch = RankBatch(size, micro_size, mesh.dp_rank, mesh.dp_size, mesh.micro_batch_stride)
         with Prefetcher(context.data, rank_batch, train_state.samples_consumed) as batches:
             self.timer.start()
             yield batches

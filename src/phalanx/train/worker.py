@@ -149,9 +149,8 @@ def describe_early_exit(error: SystemExit, worker_name: str) -> str:
     """The message for `sys.exit` in the middle of a run, and where it was called."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     called = f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return (
-        f"{worker_name}: {called} was called before the run was done ({frame.filename}:{frame.lineno}, in {frame.name})"
-    )
+    place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return f"{worker_name}: {called} was called before the run was done ({place})"
 
 
 def _is_forked_by_agent() -> bool:
@@ -254,15 +253,17 @@ def run_script_worker(payload: dict[str, Any]) -> None:
 
 
 def warm_up_compile(
-    context: TrainContext,
-    train_state: TrainState,
-    clock: Callable[[], float] = time.perf_counter,
+    context: TrainContext, train_state: TrainState, clock: Callable[[], float] = time.perf_counter
 ) -> None:
     """Compile what a step needs, and report how long it took. All workers must call it: sharded models communicate."""
     start_time, breaks = clock(), count_graph_breaks()
     step, timer = train_state.step + 1, HostStepTimer()
     timer.start()
-    train_step, micro_batches = context.make_train_step(timer), _read_next_step(context, train_state)
+    train_step, micro_size = context.make_train_step(timer), context.recipe.batch.micro_size
+    micro_batches = [
+        context.data.read_training(train_state.samples_consumed + index * micro_size, micro_size)
+        for index in context.accumulator.own_micro_batches
+    ]
     with _restoring_state(context.parallel_model, context.dist_env.device):
         # The first run compiles, and the second records a CUDA graph.
         for _ in range(3 if context.recipe.compile == "cuda-graphs" else 1):
@@ -281,15 +282,6 @@ def warm_up_compile(
         context.reporter.report_event(Compiled(duration_s=seconds, num_blocks=compiled, num_graph_breaks=breaks))
 
 
-def _read_next_step(context: TrainContext, train_state: TrainState) -> list[Any]:
-    """This worker's micro-batches of the next step."""
-    consumed, micro_size = train_state.samples_consumed, context.recipe.batch.micro_size
-    return [
-        context.data.read_training(consumed + index * micro_size, micro_size)
-        for index in context.accumulator.own_micro_batches
-    ]
-
-
 def _run_backward(loss: Tensor, parallel_model: ParallelModel) -> None:
     if parallel_model.mesh.fsdp_mesh is not None:  # it works through the hooks of an ordinary backward
         loss.backward()
@@ -300,12 +292,9 @@ def _run_backward(loss: Tensor, parallel_model: ParallelModel) -> None:
 @contextmanager
 def _restoring_state(parallel_model: ParallelModel, device: torch.device) -> Iterator[None]:
     """Put buffers, extra state and random numbers back."""
-    before = [
-        (part, name, buffer, buffer.clone())
-        for module in parallel_model.modules
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
+    parts = [part for module in parallel_model.modules for part in module.modules()]
+    buffers = ((part, *named) for part in parts for named in part.named_buffers(recurse=False))
+    before = [(part, name, buffer, buffer.clone()) for part, name, buffer in buffers]
     extra = [(module, get_extra_state(module)) for module in parallel_model.modules]
     with torch.random.fork_rng([device] if device_kind_of(device.type).is_gpu else [], device_type=device.type):
         yield

@@ -20,7 +20,7 @@ from phalanx.run import Run
 from phalanx.run.directory import write_json
 from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.inference import set_threads
 from phalanx.train.model_builder import build_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from planner_validation.allreduce_algorithms import (
     COST_BY_ALGORITHM,
     AllReduceCost,

@@ -10,7 +10,7 @@ import xxhash
 from checkpoints import random_tensor, save, save_by_ranks, state
 from phalanx.train.checkpoint.digest import compute_digest, digest_checkpoint
 from phalanx.train.checkpoint.format import CorruptCheckpointError
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 from store_saves import flip_byte
 
 

@@ -11,9 +11,9 @@ from checkpoints import save
 from phalanx.data import DataInfo
 from phalanx.errors import UsageError
 from phalanx.recipe.schema import ModelConfig
+from phalanx.train.checkpoint import compressed_tensors
+from phalanx.train.checkpoint.compressed_tensors import QUANTIZED_FORMS, choose_layers, load_export
 from phalanx.train.checkpoint.export import export_huggingface
-from phalanx.train.checkpoint.export_forms import QUANTIZED_FORMS, fp8, int4
-from phalanx.train.checkpoint.export_forms.compressed_tensors import choose_layers, load_export
 from phalanx.train.hf.reload import compute_scores
 from phalanx.train.model_builder import build_model, describe_model
 
@@ -30,14 +30,14 @@ def random_weight(outputs: int = 48, inputs: int = 256, seed: int = 0) -> torch.
 
 
 def test_the_scale_with_the_least_squared_error_is_taken() -> None:
-    groups = random_weight().unflatten(1, (-1, int4.GROUP_SIZE))
-    largest = groups.abs().amax(-1, keepdim=True) / int4.MAX_CODE
+    groups = random_weight().unflatten(1, (-1, compressed_tensors.GROUP_SIZE))
+    largest = groups.abs().amax(-1, keepdim=True) / compressed_tensors.MAX_CODE
 
     def error(scale: torch.Tensor) -> torch.Tensor:
         return ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1, keepdim=True)
 
-    chosen = error(int4.choose_scales(groups, torch.float32))
-    assert all(bool((chosen <= error(largest * ratio)).all()) for ratio in int4.CLIP_RATIOS)
+    chosen = error(compressed_tensors.choose_scales(groups, torch.float32))
+    assert all(bool((chosen <= error(largest * ratio)).all()) for ratio in compressed_tensors.CLIP_RATIOS)
     assert chosen.sum() < 0.9 * error(largest).sum()
 
 
@@ -63,7 +63,7 @@ def test_a_weight_comes_back_within_half_a_step(name: str, dtype: torch.dtype) -
 
 def test_inputs_are_rounded_by_token() -> None:
     inputs = torch.tensor([[448.0, 1.06, -3.3], [1000.0, 1.0, 0.0]])[None]
-    rounded = fp8.round_inputs(inputs)
+    rounded = compressed_tensors.round_inputs(inputs)
     torch.testing.assert_close(rounded[0, 0], torch.tensor([448.0, 1.0, -3.25]))
     torch.testing.assert_close(rounded[0, 1], torch.tensor([1000.0, 1.0, 0.0]), rtol=1 / 15, atol=0)
 

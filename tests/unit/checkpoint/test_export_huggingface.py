@@ -18,7 +18,7 @@ from phalanx.recipe.schema import AdapterConfig, ModelConfig
 from phalanx.run import Run
 from phalanx.run.companions import keep_companions
 from phalanx.train.adapters.lora import adapter_scale, add_adapters, merge_adapters
-from phalanx.train.adapters.names import is_adapter_name
+from phalanx.train.adapters.targets import is_adapter_name
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.model_builder import build_model, describe_model

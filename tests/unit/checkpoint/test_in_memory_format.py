@@ -19,8 +19,7 @@ from phalanx.train.checkpoint.in_memory.format import (
 from phalanx.train.checkpoint.in_memory.node_copies import NodeFolder
 from phalanx.train.checkpoint.load import load_tensors
 from phalanx.train.checkpoint.save import CheckpointSaver, SavePhase
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import RankRecord, TensorShard, decode_record, encode_record
 from store_saves import flip_byte
 
 WHOLE = torch.arange(12.0).reshape(4, 3)

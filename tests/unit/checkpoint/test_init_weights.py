@@ -13,7 +13,7 @@ from phalanx.recipe.schema import AdapterConfig
 from phalanx.train.adapters.lora import add_adapters
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.format import list_checkpoints
-from phalanx.train.checkpoint.init_weights import open_hf_weights, open_initial_weights
+from phalanx.train.checkpoint.load_plan import open_hf_weights, open_initial_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors

@@ -14,7 +14,7 @@ from phalanx.data import DataInfo
 from phalanx.errors import DataError
 from phalanx.recipe.schema import AdapterConfig, ModelConfig
 from phalanx.train.adapters.initial_values import init_from_weights
-from phalanx.train.adapters.names import is_adapter_name
+from phalanx.train.adapters.targets import is_adapter_name
 from phalanx.train.checkpoint.export import export_huggingface
 from phalanx.train.checkpoint.peft_files import CONFIG_FILE, WEIGHTS_FILE, open_peft_adapter
 from phalanx.train.distributed.mesh import make_single_worker_mesh

@@ -10,10 +10,8 @@ from checkpoints import save
 from phalanx.data import DataInfo
 from phalanx.errors import UsageError
 from phalanx.recipe.schema import ModelConfig
+from phalanx.train.checkpoint.compressed_tensors import INT4_FORM, Int4AwareLinear, load_export, round_weight
 from phalanx.train.checkpoint.export import export_huggingface
-from phalanx.train.checkpoint.export_forms.compressed_tensors import load_export
-from phalanx.train.checkpoint.export_forms.int4 import INT4_FORM, round_weight
-from phalanx.train.checkpoint.export_forms.quantization_aware import Int4AwareLinear
 from phalanx.train.hf.reload import compute_scores
 from phalanx.train.model_builder import build_model, describe_model
 

@@ -12,7 +12,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory
 from phalanx.train.checkpoint.format import read_manifest
 from phalanx.train.checkpoint.load import load_blocks, load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver
-from phalanx.train.checkpoint.staging import TensorShard
+from phalanx.train.checkpoint.shard_file import TensorShard
 
 
 def test_every_dtype_scalar_empty_and_strided_tensor_comes_back_bit_for_bit(tmp_path: Path) -> None:

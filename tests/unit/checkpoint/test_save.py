@@ -20,7 +20,7 @@ from phalanx.train.checkpoint.durable import DurableDirectory, clean_checkpoint_
 from phalanx.train.checkpoint.format import list_checkpoints
 from phalanx.train.checkpoint.load import load_tensors, verify_checkpoint
 from phalanx.train.checkpoint.save import CheckpointSaver, SaveStatus
-from phalanx.train.checkpoint.staging import PIN_BLOCK_BYTES, PinnedBuffer, SharedStaging, StagingBuffer, TensorShard
+from phalanx.train.checkpoint.shard_file import PIN_BLOCK_BYTES, PinnedBuffer, SharedStaging, StagingBuffer, TensorShard
 
 MB = 1 << 20
 
@@ -271,7 +271,7 @@ def test_copies_from_a_gpu_cross_no_border_of_blocks_and_leave_no_byte_out() -> 
 def test_tensors_on_a_gpu_are_snapshot_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("phalanx.train.checkpoint.staging.PIN_BLOCK_BYTES", block)
+    monkeypatch.setattr("phalanx.train.checkpoint.shard_file.PIN_BLOCK_BYTES", block)
     tensors = {f"layer{i}": torch.full((8_000_000,), 1.0, device="cuda") for i in range(4)}
     saver = CheckpointSaver(DurableDirectory(tmp_path, 0, 1))
     saver.allocate_buffer(pieces(tensors))

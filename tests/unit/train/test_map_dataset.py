@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx.data.prefetch import Prefetcher, RankBatch
 from phalanx.errors import UsageError
-from phalanx.train.map_dataset import (
+from phalanx.train.session import (
     MapDatasetSource,
     batch_to_device,
     check_map_dataset,

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.data import Prefetcher, RankBatch
 from phalanx.recipe.schema import OptimizerConfig
-from phalanx.train.grad_sync.compression.powersgd import _LowRankGrad
-from phalanx.train.grad_sync.compression.reduced_precision import QUANT_BLOCK_ELEMENTS, reset_bad_residuals
+from phalanx.train.grad_sync.compression import QUANT_BLOCK_ELEMENTS, _LowRankGrad, reset_bad_residuals
 from phalanx.train.optim.container import OptimizerContainer
 from phalanx.train.step_callbacks import BufferUpdates
 from phalanx.train.step_timer import GpuStepTimer

@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.recipe.schema import AdapterConfig
 from phalanx.train.adapters.lora import adapt_weight, adapter_scale, compute_output_norms, order_factors
-from phalanx.train.adapters.names import SCALE_NAME
 from phalanx.train.adapters.quantized_base import read_weight
-from phalanx.train.adapters.targets import AdapterTarget, find_adapter_targets
+from phalanx.train.adapters.targets import SCALE_NAME, AdapterTarget, find_adapter_targets
 
 NUM_POWER_ITERATIONS = 16
 """Iterations of the randomized singular value decomposition. 4 are usual (Meng et al. 2024); with 16 the vectors of a

@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import (
+from phalanx.train.adapters.quantized_base import quantize_base, read_weight
+from phalanx.train.adapters.targets import (
+    CONVOLUTION_TYPES,
     LORA_A_NAME,
     LORA_B_NAME,
     MAGNITUDE_NAME,
+    AdapterTarget,
     adapted_weight_name,
     adapter_names,
-    is_adapter_name,
-)
-from phalanx.train.adapters.quantized_base import quantize_base, read_weight
-from phalanx.train.adapters.targets import (
-    CONVOLUTIONS,
-    AdapterTarget,
     check_tied_weights,
+    is_adapter_name,
     select_adapter_targets,
     select_whole_modules,
 )
@@ -43,7 +41,7 @@ from phalanx.train.ops.blocks import is_conv1d
 
 LEAVE_REGION_ATTR = "leave_region"
 """Attribute of a layer with sharded inputs: the function that reduces the partial results of tensor-parallel ranks."""
-CONVOLVE: Mapping[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONVOLVE_BY_DIMS: Mapping[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 """Convolutions by their number of spatial dimensions."""
 
 
@@ -160,9 +158,9 @@ def _compute_adapter_output(module: Any, x: Tensor, a: Tensor, b: Tensor) -> Ten
     """Return B A x for the inputs of a layer."""
     if isinstance(module, nn.Embedding):
         return F.embedding(x, a, module.padding_idx) @ b
-    if isinstance(module, CONVOLUTIONS):
+    if isinstance(module, CONVOLUTION_TYPES):
         kernel = module.weight.shape[1:]
-        convolve = CONVOLVE[len(kernel) - 1]
+        convolve = CONVOLVE_BY_DIMS[len(kernel) - 1]
         inner = convolve(x, a.view(-1, *kernel), None, module.stride, module.padding, module.dilation)
         return convolve(inner, b.view(*b.shape, *[1] * (len(kernel) - 1)))
     # If tensor-parallel ranks hold parts of the inputs, their partial results must be reduced

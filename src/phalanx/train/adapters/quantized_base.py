@@ -1,11 +1,13 @@
 """Frozen weights in 8 bits: each block of 64 numbers of a row has a scale, its largest magnitude / 127; or in NF4.
 
 A quantized layer has its weight as int8 under the same name, and `weight_block_scale` [rows, blocks] in fp32 next to
-it: 1.06 bytes a parameter. In NF4 (`nf4.py`) the weight is uint8 with two numbers of a row in a byte: 0.56. The layer
-computes with the weight that they stand for, which exists only during its forward and its backward. Against one scale a
-row, blocks halve the error of weights with a few large values in each row.
+it: 1.06 bytes a parameter. In NF4 (bitsandbytes; Dettmers et al. 2023) the weight is uint8 with two numbers of a row in
+a byte, and an fp32 scale for each 64: 0.56. The layer computes with the weight that they stand for, which exists only
+during its forward and its backward. Against one scale a row, blocks halve the error of weights with a few large values
+in each row.
 """
 
+import math
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -14,13 +16,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phalanx.train.adapters.names import SCALE_NAME
-from phalanx.train.adapters.nf4 import dequantize_nf4, import_bitsandbytes, quantize_nf4
-from phalanx.train.adapters.targets import find_adapter_targets
+from phalanx.errors import RecipeError
+from phalanx.train.adapters.targets import SCALE_NAME, find_adapter_targets
 from phalanx.train.ops.blocks import find_router_names, is_conv1d, names_in_blocks
 
 BLOCK_SIZE = 64
 CODE_DTYPES = {"int8": torch.int8, "nf4": torch.uint8}
+
+
+def import_bitsandbytes() -> Any:
+    """Return bitsandbytes.functional. Raises RecipeError if it is not installed."""
+    try:
+        import bitsandbytes.functional
+    except ImportError as error:
+        raise RecipeError(
+            f"adapter.base_dtype: nf4 needs bitsandbytes, which cannot be imported ({error}): "
+            "pip install 'phalanx[bitsandbytes]', or give base_dtype: int8"
+        ) from None
+    return bitsandbytes.functional
+
+
+def quantize_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes (uint8 [rows, columns / 2]) and the scales [blocks] (fp32) of a matrix with an even number of
+    columns; uninitialized for one on the meta device."""
+    rows, columns = weight.shape
+    if weight.is_meta:
+        scale = weight.new_empty(math.ceil(weight.numel() / BLOCK_SIZE), dtype=torch.float32)
+        return weight.new_empty(rows, columns // 2, dtype=torch.uint8), scale
+    packed, state = import_bitsandbytes().quantize_4bit(
+        weight.float().contiguous(), blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=False
+    )
+    return packed.view(rows, columns // 2), state.absmax
+
+
+def dequantize_nf4(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the matrix in a floating-point dtype of 16 or 32 bits."""
+    functional = import_bitsandbytes()
+    shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
+    state = functional.QuantState(scale, shape=shape, dtype=dtype, blocksize=BLOCK_SIZE, quant_type="nf4")
+    weight: Tensor = functional.dequantize_4bit(codes.view(-1, 1), state)
+    return weight
 
 
 def quantize_base(model: nn.Module, base_dtype: str) -> None:

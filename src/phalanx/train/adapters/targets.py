@@ -1,22 +1,16 @@
-"""Choose what gets an adapter: linear layers, convolutions, embeddings, projections of attention and fused experts."""
+"""What can have an adapter, and the names of its parameters, which are next to the weight that they belong to: linear
+layers, convolutions, embeddings, projections of attention and fused experts.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.recipe.schema import AdapterConfig
-from phalanx.train.adapters.names import (
-    adapted_weight_name,
-    adapter_names,
-    get_whole_shape,
-    has_adapter,
-    is_adapter_name,
-    is_added_name,
-)
 from phalanx.train.ops.blocks import (
     find_expert_stacks,
     find_router_names,
@@ -27,7 +21,54 @@ from phalanx.train.ops.blocks import (
     names_in_blocks,
 )
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LORA_A_NAME, LORA_B_NAME, MAGNITUDE_NAME = ADAPTER_NAMES = ("lora_a", "lora_b", "lora_magnitude")
+
+SCALE_NAME = "weight_block_scale"
+"""The attribute of a layer that holds the scales of its weight, if that is quantized (`quantized_base.py`)."""
+
+
+def adapter_names(weight_name: str) -> tuple[str, str, str]:
+    """Return the names of A, B and the magnitudes of a weight."""
+    path, dot, last = weight_name.rpartition(".")
+    prefix = path + dot + ("" if last == "weight" else f"{last}_")
+    return prefix + LORA_A_NAME, prefix + LORA_B_NAME, prefix + MAGNITUDE_NAME
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether a parameter of this name is part of an adapter."""
+    last = name.rpartition(".")[2]
+    return last in ADAPTER_NAMES or last.endswith(tuple(f"_{part}" for part in ADAPTER_NAMES))
+
+
+def is_added_name(name: str) -> bool:
+    """Return whether a parameter of this name is not one of the base model: of an adapter, or scales."""
+    return is_adapter_name(name) or name.endswith(f".{SCALE_NAME}")
+
+
+def scale_name(weight_name: str) -> str:
+    """Return the name of the scales of a weight."""
+    return f"{weight_name}_block_scale"
+
+
+def get_whole_shape(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return the shape of the weight that a tensor of a model stands for: in NF4 a byte has two numbers of a row."""
+    shape = tuple(tensors[name].shape)
+    is_packed = tensors[name].dtype == torch.uint8 and scale_name(name) in tensors
+    return (shape[0], 2 * shape[1]) if is_packed else shape
+
+
+def adapted_weight_name(name: str) -> str:
+    """Return the name of the weight that a parameter of an adapter belongs to."""
+    path = next(name.removesuffix(part) for part in ADAPTER_NAMES if name.endswith(part))
+    return path.removesuffix("_") if path.endswith("_") else f"{path}weight"
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Return whether a layer has an adapter."""
+    return isinstance(getattr(module, LORA_A_NAME, None), Tensor)
+
+
+CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -79,7 +120,7 @@ def find_adapter_targets(model: nn.Module) -> dict[str, AdapterTarget]:
         if is_linear(module):
             targets[name] = AdapterTarget(module, user=attention.get(id(module)))
             continue
-        if isinstance(module, (nn.Embedding, *CONVOLUTIONS)):
+        if isinstance(module, (nn.Embedding, *CONVOLUTION_TYPES)):
             # A subclass may do more than look up or convolve, such as to scale; it then uses the adapted weight.
             targets[name] = AdapterTarget(module, user=None if _adds_outputs(module) else module)
             continue
@@ -96,7 +137,7 @@ def _adds_outputs(module: Any) -> bool:
     adapter's."""
     if isinstance(module, nn.Embedding):
         return type(module) is nn.Embedding and module.max_norm is None
-    is_plain: bool = type(module) in CONVOLUTIONS and module.groups == 1 and module.padding_mode == "zeros"
+    is_plain: bool = type(module) in CONVOLUTION_TYPES and module.groups == 1 and module.padding_mode == "zeros"
     return is_plain
 
 
@@ -165,7 +206,7 @@ def _select_in_blocks(model: nn.Module, targets: Mapping[str, AdapterTarget]) ->
         for name, target in targets.items()
         if name.startswith(lists)
         and name not in routers
-        and not isinstance(target.module, (nn.Embedding, *CONVOLUTIONS))
+        and not isinstance(target.module, (nn.Embedding, *CONVOLUTION_TYPES))
         and (target.weight.dim() == 2 or name in experts)
     }
     if not selected:
@@ -203,11 +244,8 @@ def _select_by_pattern(
 def find_uncalled_adapters(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """Return the names of layers with an adapter that `run()`, a forward of the model, does not call: their weight is
     used in a function, where the adapter would never learn."""
-    layers = {
-        name: target.module
-        for name, target in find_adapter_targets(model).items()
-        if target.user is None and has_adapter(target.module)
-    }
+    targets = find_adapter_targets(model).items()
+    layers = {name: each.module for name, each in targets if each.user is None and has_adapter(each.module)}
     called: set[nn.Module] = set()
     hooks = [layer.register_forward_pre_hook(lambda layer, args: called.add(layer)) for layer in layers.values()]
     try:

@@ -42,8 +42,7 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
 )
 from phalanx.train.checkpoint.save import lower_thread_priority
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import RankRecord, ShardFileSpec, decode_record, encode_record
 
 logger = logging.getLogger(__name__)
 
@@ -227,10 +226,8 @@ class CheckpointStore(StoredSteps):
             self.store.write(self.block_url(name).key, data)
             return name, len(data)
 
-        with (
-            _raising_os_errors(self.url),
-            ThreadPoolExecutor(PARALLEL_BLOCKS, "store", initializer=lower_thread_priority) as pool,
-        ):
+        threads = ThreadPoolExecutor(PARALLEL_BLOCKS, "store", initializer=lower_thread_priority)
+        with _raising_os_errors(self.url), threads as pool:
             written = list(pool.map(write, range(0, nbytes, self.block_bytes)))
         sent = sum(size for _, size in written)
         return WrittenBlocks(tuple(name for name, _ in written), sent, nbytes - sent)
@@ -405,13 +402,9 @@ class StoreDestination:
         elif self._known is None:
             self._known = self._checkpoints.known_blocks(self._good_step, self.rank)
         content = image.data
-        written = self._checkpoints.write_blocks(
-            len(content), lambda start, stop: content[start:stop], self._known, cancelled
-        )
-        chunks = [
-            xxhash.xxh3_64_hexdigest(content[start : start + CHUNK_BYTES])
-            for start in range(0, len(content), CHUNK_BYTES)
-        ]
+        size = len(content)
+        written = self._checkpoints.write_blocks(size, lambda a, b: content[a:b], self._known, cancelled)
+        chunks = [xxhash.xxh3_64_hexdigest(content[a : a + CHUNK_BYTES]) for a in range(0, size, CHUNK_BYTES)]
         record = file_spec.make_record(chunks, step, str(self._attempt), self.rank, meta)
         self._checkpoints.write_record(record, written.names)
         self._written = set(written.names)

@@ -65,20 +65,16 @@ class LiveState:
         """Return the tensors that a step changes before its update, while a snapshot may still be copied: buffers,
         error feedback, and frozen parameters that a forward has changed."""
         error_feedback = self._app_state.parallel_model.error_feedback
-        first = (
-            self._changed_frozen is None
-        )  # a write to `weight.data` does not change its version counter, so values are compared once
+        # A write to `weight.data` does not change its version counter, so values are compared once.
+        first = self._changed_frozen is None
         now = self._snapshot_frozen(values=first)
         comparable = now.keys() & self._frozen_versions.keys()  # FSDP may hold some of them unsharded at one time only
         changed = {name for name in comparable if now[name][0] != self._frozen_versions[name][0]}
         self._changed_frozen = (self._changed_frozen or set()) | changed
         if first:
             self._changed_frozen |= {name for name in comparable if now[name][1] != self._frozen_versions[name][1]}
-        return [
-            *self._buffers,
-            *sorted(self._changed_frozen),
-            *([] if error_feedback is None else error_feedback.local_tensors()),
-        ]
+        residuals = () if error_feedback is None else error_feedback.local_tensors()
+        return [*self._buffers, *sorted(self._changed_frozen), *residuals]
 
     def was_restored(self) -> None:
         """Take a new snapshot of frozen parameters, because a restore and not a forward has changed them."""
@@ -98,13 +94,8 @@ class FinalSaveError(PhalanxError):
 
 
 class Checkpointer:
-    """Saves of one worker. Every worker makes the same calls at the same step.
-
-    Args:
-        config: how often to save to disk and to memory, and how many checkpoints are kept.
-        last_step: the last step of the run.
-        train_state: is saved, and updated after each save.
-    """
+    """Saves of one worker. Every worker makes the same calls at the same step. `last_step` is that of the run;
+    `train_state` is saved, and updated after each save."""
 
     def __init__(
         self,
@@ -122,9 +113,8 @@ class Checkpointer:
         self._store: StoreDestination | None = None
         if (url := self._run.store_url) is not None:
             self._store = StoreDestination(CheckpointStore(url), *who, config.keep, self._run.list_steps_in_evaluation)
-        self._durable_saver = CheckpointSaver(
-            self._store or DurableDirectory(self._run.checkpoints, *who), save_context.staging
-        )
+        destination = self._store or DurableDirectory(self._run.checkpoints, *who)
+        self._durable_saver = CheckpointSaver(destination, save_context.staging)
         self._uploads: CheckpointUploads | None = None
         if config.upload is not None and self._store is None:
             self._uploads = CheckpointUploads(save_context, config.upload)
@@ -253,10 +243,20 @@ class Checkpointer:
         self._retention.close()
 
     def roll_back(self, step: int) -> None:
-        """Go back to the checkpoint of this step, which was loaded: later saves are undone."""
+        """Go back to the checkpoint of this step, which was loaded: later saves are undone, and copies are invalid."""
         self._live_state.was_restored()
         self._continue_from(step)
-        self._roll_copies_back(step)
+        self._history_start = step
+        if self._dist_env.is_rank_zero:
+            truncate_history(self._run, step)
+        if self._copies is None:
+            return
+        self._cancel_copy()
+        self.copy_interval.restart(step)
+        try:
+            self._copies.roll_back(step)
+        except UsageError as error:
+            self._turn_copies_off(str(error))
 
     def _exchange_flags(self) -> None:
         """Do between steps what a step does with the flags."""
@@ -334,13 +334,9 @@ class Checkpointer:
 
     def _end_save(self, save: SaveInFlight) -> None:
         status = save.saver.poll()
-        event = CheckpointSaved(
-            step=save.step,
-            path=os.path.join(self._run.checkpoints.name, format_checkpoint_name(save.step)),
-            size_bytes=status.size_bytes,
-            duration_s=status.duration_s,
-            stall_s=save.saver.stall_s,
-        )
+        path = os.path.join(self._run.checkpoints.name, format_checkpoint_name(save.step))
+        size, seconds, stall_s = status.size_bytes, status.duration_s, save.saver.stall_s
+        event = CheckpointSaved(step=save.step, path=path, size_bytes=size, duration_s=seconds, stall_s=stall_s)
         if self._dist_env.is_rank_zero and self._store is None and save.best_loss is not None:
             self._retention.record_best(save.step, save.best_loss)
         if self._uploads is not None:
@@ -369,11 +365,9 @@ class Checkpointer:
         self._in_flight = None
         # On a CPU the copying thread takes a core from training.
         self.copy_interval.record_copied(stall_s + (self._copies.cpu_s if self._dist_env.device.type == "cpu" else 0.0))
-        self._report_event(
-            InMemoryCheckpointSaved(
-                step=save.step, size_bytes=self._copies.total_bytes, duration_s=write_s, stall_s=stall_s
-            )
-        )
+        size = self._copies.total_bytes
+        event = InMemoryCheckpointSaved(step=save.step, size_bytes=size, duration_s=write_s, stall_s=stall_s)
+        self._report_event(event)
 
     def _end_failed_copy(self, save: SaveInFlight) -> None:
         assert self._copies is not None
@@ -398,20 +392,6 @@ class Checkpointer:
             self._in_flight.saver.cancel()
             self._in_flight = None
             self.step_times.end("memory")
-
-    def _roll_copies_back(self, step: int) -> None:
-        """Copies of later steps become invalid."""
-        self._history_start = step
-        if self._dist_env.is_rank_zero:
-            truncate_history(self._run, step)
-        if self._copies is None:
-            return
-        self._cancel_copy()
-        self.copy_interval.restart(step)
-        try:
-            self._copies.roll_back(step)
-        except UsageError as error:
-            self._turn_copies_off(str(error))
 
 
 def remove_old_checkpoints(payload: Mapping[str, Any]) -> None:

@@ -16,16 +16,16 @@ rates, betas) are not tensors and are not part of it.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import xxhash
 
 from phalanx.errors import DataError
-from phalanx.train.checkpoint.format import MANIFEST_NAME, CheckpointManifest, read_manifest
-from phalanx.train.checkpoint.load import load_tensors
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.format import MANIFEST_NAME, read_manifest
+from phalanx.train.checkpoint.load import batch_by_bytes, load_tensors
+from phalanx.train.checkpoint.shard_file import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 
@@ -44,7 +44,7 @@ def digest_checkpoint(path: Path, max_bytes: int = 128 << 20) -> str:
         raise DataError(f"{path / MANIFEST_NAME}: does not say how many samples were consumed (meta.samples)")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for names in _batch_names(manifest, max_bytes):
+        for names in batch_by_bytes(sorted(manifest.tensors), lambda name: manifest.tensors[name].nbytes, max_bytes):
             yield from load_tensors(path, names, manifest=manifest).items()
 
     return _digest_sorted(stream(), samples)
@@ -60,18 +60,3 @@ def _digest_sorted(records: Iterable[tuple[str, torch.Tensor]], samples: int) ->
         hasher.update(as_bytes(tensor.detach().cpu().contiguous()).data)
     hasher.update(struct.pack("<IQ", 0, samples))
     return hasher.hexdigest()
-
-
-def _batch_names(manifest: CheckpointManifest, max_bytes: int) -> Iterator[Sequence[str]]:
-    """Yield all names, sorted, in groups that are large enough to be read at once and small enough for memory."""
-    batch: list[str] = []
-    size = 0
-    for name in sorted(manifest.tensors):
-        nbytes = manifest.tensors[name].nbytes
-        if batch and size + nbytes > max_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += nbytes
-    if batch:
-        yield batch

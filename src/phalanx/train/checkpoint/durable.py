@@ -34,8 +34,13 @@ from phalanx.train.checkpoint.format import (
     rank_file_name,
     read_manifest,
 )
-from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_with_checksums
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import (
+    RankRecord,
+    ShardFileSpec,
+    decode_record,
+    encode_record,
+    write_with_checksums,
+)
 
 
 class DurableDirectory:
@@ -184,12 +189,10 @@ def clean_checkpoint_dir(directory: Path) -> None:
     if not directory.is_dir():
         return
     for path in sorted(directory.iterdir()):
-        if (
-            path.name.endswith(_OLD_SUFFIX)
-            and not (final := path.with_name(path.name.removesuffix(_OLD_SUFFIX))).exists()
-        ):
+        final = path.with_name(path.name.removesuffix(_OLD_SUFFIX))
+        if final != path and not final.exists():
             os.rename(path, final)
-        elif path.name.endswith(_OLD_SUFFIX) or _TEMPORARY_TAG in path.name:
+        elif final != path or _TEMPORARY_TAG in path.name:
             discard_directory(path)
         elif path.name.startswith(".") and path.name.endswith(".tmp"):  # a small file, written halfway
             path.unlink()
@@ -222,16 +225,10 @@ def apply_retention(directory: Path, keep: int, protect: Collection[int] = ()) -
         if whole >= keep:
             if parse_step(path) not in protect:
                 discard_directory(path)
-        elif _has_good_manifest(path):
-            whole += 1
-
-
-def _has_good_manifest(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CorruptCheckpointError:
-        return False
-    return True
+        else:
+            with suppress(CorruptCheckpointError):
+                read_manifest(path)
+                whole += 1
 
 
 class Retention:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,24 +39,25 @@ from phalanx.run.companions import (
 )
 from phalanx.run.directory import fsync_if_supported, sync_directory, write_synced
 from phalanx.train.adapters.lora import adapter_scale, merge_adapters
-from phalanx.train.adapters.names import (
+from phalanx.train.adapters.quantized_base import dequantize
+from phalanx.train.adapters.targets import (
     adapted_weight_name,
     adapter_names,
     is_adapter_name,
     is_added_name,
     scale_name,
 )
-from phalanx.train.adapters.quantized_base import dequantize
+from phalanx.train.checkpoint.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.durable import make_temporary_path
-from phalanx.train.checkpoint.export_forms.compressed_tensors import QuantizedForm, choose_layers
 from phalanx.train.checkpoint.format import CheckpointManifest, FloatDtype, TensorRecord, read_manifest
-from phalanx.train.checkpoint.load import choose_weights, load_tensors
+from phalanx.train.checkpoint.load import batch_by_bytes, choose_weights, load_tensors
 from phalanx.train.checkpoint.peft_files import write_peft_adapter
 from phalanx.train.checkpoint.pruning import PruningPlan
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX
 from phalanx.train.hf.config import DTYPE_KEYS, QUANTIZATION_KEY
 from phalanx.train.hf.image_processor import ImageNormalization, describe_for_export, from_meta
-from phalanx.train.hf.safetensors_reader import find_tied_names, strip_wrapper_parts
+from phalanx.train.hf.model import build_on_meta
+from phalanx.train.hf.safetensors_reader import find_tied_names, revert_conversion, strip_wrapper_parts
 
 STATE_PREFIXES = ("optimizer/", "scaler/", "grad_sync/", "local_sgd/", EXTRA_STATE_PREFIX, "settings/")
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,9 +145,8 @@ def _choose_dtypes(origin: Mapping[str, Any], dtype: str | None) -> _Dtypes:
     config = origin["config"]
     declared = config.get("dtype") or config.get("torch_dtype")  # of checkpoints without the files' dtype
     name = origin.get("dtype") or (declared if declared in get_args(FloatDtype) else "float32")
-    return _Dtypes(
-        getattr(torch, name), {key: getattr(torch, other) for key, other in origin.get("dtypes", {}).items()}
-    )
+    others = {key: getattr(torch, other) for key, other in origin.get("dtypes", {}).items()}
+    return _Dtypes(getattr(torch, name), others)
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,12 @@ def _write_export(
     plan = replace(_plan_export(manifest, origin, folder), dtypes=dtypes)
     if form is not None:
         plan = _quantize_plan(plan, form, origin, folder)
+
+    def count_bytes(group: list[str]) -> int:
+        return sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
+
     file_bytes = file_bytes or origin.get("file_bytes") or _MAX_FILE_BYTES
-    files = list(_split_into_files(plan, manifest, file_bytes))
+    files = list(batch_by_bytes(plan.groups, count_bytes, file_bytes)) or [[]]
     single = len(files) == 1
     where: dict[str, str] = {}
     total = 0
@@ -247,11 +251,9 @@ def _write_pooling(recipe: Mapping[str, Any], config: Mapping[str, Any], folder:
     task = recipe.get("task")
     if not isinstance(task, Mapping) or task.get("kind") != "embedding":
         return
-    modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling")]
-    described = [
-        {"idx": number, "name": name, "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (name, path, kind) in enumerate(modules)
-    ]
+    kinds = "sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"
+    paths = "", "1_Pooling"
+    described = [{"idx": i, "name": str(i), "path": paths[i], "type": kinds[i]} for i in range(2)]
     width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")
     pooling = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
     modes = {f"pooling_mode_{mode}": name == task["pooling"] for name, mode in pooling.items()}
@@ -279,7 +281,7 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
         if name not in manifest.tensors:
             raise DataError(f"the checkpoint says that {name} was made of other tensors, and does not hold it")
     shared: Mapping[str, str] | None = origin.get("tied")  # missing in older checkpoints
-    model = _build_meta_model(folder) if converted or (adapted and origin and shared is None) else None
+    model = build_on_meta(folder, {}) if converted or (adapted and origin and shared is None) else None
     if shared is None:
         shared = find_tied_names(model) if model is not None else {}
     tied = sorted((adapted - set(names)) | (adapted & set(shared.values())))
@@ -292,7 +294,9 @@ def _plan_export(manifest: CheckpointManifest, origin: Mapping[str, Any], folder
     converted_groups = {name: list(group) for group in converted for name in group}
     groups = [[name] for name in [*names, *source_names] if name not in converted_groups]
     groups += [list(group) for group in converted]
-    clean = _strip_wrapper_prefixes([*names, *source_names])
+    clean = {name: strip_wrapper_parts(name) for name in [*names, *source_names]}
+    if all(name.startswith("module.") for name in clean.values()):  # of DataParallel
+        clean = {name: value.removeprefix("module.") for name, value in clean.items()}
     return _ExportPlan(
         sorted(groups),
         source_names,
@@ -307,18 +311,11 @@ def _quantize_plan(plan: _ExportPlan, form: QuantizedForm, origin: Mapping[str, 
     if not origin or plan.converted:
         why = "its files hold other tensors than the model" if origin else "it did not come with model.build: hf:PATH"
         raise UsageError(f"--form: servers cannot load this model quantized, because {why}; use safetensors")
-    layers, ignored = choose_layers(form, _build_meta_model(folder))
+    layers, ignored = choose_layers(form, build_on_meta(folder, {}))
     config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     _write_json(folder / HF_CONFIG_FILE, {**config, QUANTIZATION_KEY: form.describe(ignored)})
     names = [f"{layer}.weight" for layer in layers]
     return replace(plan, form=form, quantized=frozenset(plan.renamed.get(name, name) for name in names))
-
-
-def _build_meta_model(folder: Path) -> nn.Module:
-    """Build the model of the exported config.json on the meta device."""
-    from phalanx.train.hf import model
-
-    return model.build_on_meta(folder, {})
 
 
 def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str], folder: Path) -> dict[str, str]:
@@ -326,7 +323,7 @@ def _untie_weights(owners: Mapping[str, str], tied: list[str], names: list[str],
     DataError if the adapters' weights are not among them."""
     config = json.loads((folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
     _write_json(folder / HF_CONFIG_FILE, {**config, "tie_word_embeddings": False})
-    model = _build_meta_model(folder)
+    model = build_on_meta(folder, {})
     still_tied = find_tied_names(model)
     for name in tied:
         if name in still_tied or name in still_tied.values() or (name not in owners and name not in names):
@@ -341,17 +338,14 @@ def _make_group_tensors(
     checkpoint: Path, manifest: CheckpointManifest, plan: _ExportPlan, group: list[str]
 ) -> dict[str, Tensor]:
     """Return the tensors of a group under their exported names, with adapters merged."""
-    from phalanx.train.hf.weight_conversion import revert_conversion
-
     adapters = [name for weight in group for name in adapter_names(weight) if name in manifest.tensors]
     sources = [plan.source_names.get(name, name) for name in group]
     scales = {name: scale for name in sources if (scale := scale_name(name)) in manifest.tensors}
     loaded = load_tensors(checkpoint, [*sources, *adapters, *scales.values()], manifest=manifest)
     loaded |= {name: dequantize(loaded[name], loaded[scale]) for name, scale in scales.items()}
-    tensors = {name: loaded[plan.source_names.get(name, name)] for name in group} | {
-        name: loaded[name] for name in adapters
-    }
+    tensors = {name: loaded[source] for name, source in zip(group, sources, strict=True)}
     if adapters:
+        tensors |= {name: loaded[name] for name in adapters}
         tensors = merge_adapters(tensors, adapter_scale(read_adapter_config(manifest)))
     if group[0] in plan.converted:
         assert plan.model is not None
@@ -370,14 +364,6 @@ def read_adapter_config(manifest: CheckpointManifest) -> AdapterConfig:
     return AdapterConfig(**config)
 
 
-def _strip_wrapper_prefixes(names: list[str]) -> dict[str, str]:
-    """Return names without the prefixes of wrappers: those of torch, and `module.` of DataParallel if all have it."""
-    plain = {name: strip_wrapper_parts(name) for name in names}
-    if all(name.startswith("module.") for name in plain.values()):
-        plain = {name: value.removeprefix("module.") for name, value in plain.items()}
-    return plain
-
-
 def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json with the dtype of the exported weights; otherwise readers would convert them."""
     name = str(dtype).removeprefix("torch.")
@@ -392,20 +378,6 @@ def _config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[st
 
 def _write_json(path: Path, value: Any) -> None:
     write_synced(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def _split_into_files(plan: _ExportPlan, manifest: CheckpointManifest, file_bytes: int) -> Iterator[list[list[str]]]:
-    """Yield the groups of each file; a group that is larger than `file_bytes` gets its own file."""
-    file: list[list[str]] = []
-    size = 0
-    for group in plan.groups:
-        nbytes = sum(plan.count_bytes(manifest.tensors[plan.source_names.get(name, name)]) for name in group)
-        if file and size + nbytes > file_bytes:
-            yield file
-            file, size = [], 0
-        file.append(group)
-        size += nbytes
-    yield file
 
 
 def write_companions(meta: Mapping[str, Any], run: Run, folder: Path, notes: NoteFn) -> None:

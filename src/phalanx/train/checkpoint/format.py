@@ -10,8 +10,8 @@
 A tensor in the manifest is *logical*: its shape is the global shape, and each shard says which block of it is in which
 bytes of which file. A checkpoint can therefore be read under another parallelism or world size than it was written
 with. Logical names: parameters and buffers by their module names ("blocks.0.attn.wq.weight"), optimizer state as
-`optimizer/<parameter>/<state>`, then `scaler/<name>`, `grad_sync/<name>`, `local_sgd/<name>`, `extra/<module>` and
-`settings/<name>`.
+`optimizer/<parameter>/<state>`, then `scaler/<name>`, `grad_sync/<name>` (`error_feedback.py`), `local_sgd/<name>`
+(`local_sgd/step.py`), `extra/<module>` (`get_extra_state`) and `settings/groups` (param groups of an optimizer).
 """
 
 import itertools
@@ -264,8 +264,7 @@ def merge_rank_manifests(
             for piece in tensor.pieces:
                 blocks.setdefault((piece.offset, piece.extent) if replicated else piece, piece)
     merged = {
-        name: tensors[name].model_copy(update={"pieces": tuple(blocks.values())})
-        for name, blocks in sorted(pieces.items())
+        name: tensors[name].model_copy(update={"pieces": tuple(pieces[name].values())}) for name in sorted(pieces)
     }
     if replicated:
         used = {piece.file for tensor in merged.values() for piece in tensor.pieces}
@@ -310,9 +309,8 @@ def parse_manifest(checkpoint: Path | StoreUrl, content: bytes, sidecar: bytes) 
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(key) for key in first["loc"])
-        raise CorruptCheckpointError(
-            file, f"malformed manifest: {where + ': ' if where else ''}{first['msg']}"
-        ) from None
+        named = f"{where}: " if where else ""
+        raise CorruptCheckpointError(file, f"malformed manifest: {named}{first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(file, f"malformed manifest: {error}") from None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from phalanx.train.checkpoint.format import (
     make_unreadable_error,
     read_manifest,
 )
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import as_bytes
 from phalanx.train.distributed.module_state import DTYPE_NAMES
 
 OnReject = Callable[[Path, str, str], None]
@@ -45,6 +45,9 @@ READ_THREADS = 2  # threads that read a checkpoint
 _CHUNKS_PER_READ = 64  # chunks that one thread reads as one task
 _PIECE_BYTES = 256 << 20  # maximum bytes in host memory on their way to another device
 _HASH_BLOCK_BYTES = 256 << 10  # bytes that are read and hashed at once, so that they are still in the core's cache
+
+
+ItemT = TypeVar("ItemT")
 
 
 class _ByteSpan(NamedTuple):
@@ -78,6 +81,23 @@ def load_tensors(
     loaded = {name: torch.empty(record.shape, dtype=record.torch_dtype) for name, record in records.items()}
     load_blocks(path, [(name, (0,) * tensor.dim(), tensor) for name, tensor in loaded.items()], manifest)
     return loaded
+
+
+def batch_by_bytes(
+    items: Iterable[ItemT], count_bytes: Callable[[ItemT], int], max_bytes: int
+) -> Iterator[list[ItemT]]:
+    """Yield the items in order, in batches of at most `max_bytes`; a larger item has a batch of its own."""
+    batch: list[ItemT] = []
+    size = 0
+    for item in items:
+        nbytes = count_bytes(item)
+        if batch and size + nbytes > max_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
 
 
 def load_blocks(

@@ -21,11 +21,16 @@ from phalanx.recipe.schema import AdapterConfig
 from phalanx.safe_files import read_json
 from phalanx.storage.url import is_url
 from phalanx.train.adapters.lora import add_adapters
-from phalanx.train.adapters.names import adapter_names
-from phalanx.train.adapters.targets import CONVOLUTIONS, AdapterTarget, find_adapter_targets, select_whole_modules
+from phalanx.train.adapters.targets import (
+    CONVOLUTION_TYPES,
+    AdapterTarget,
+    adapter_names,
+    find_adapter_targets,
+    select_whole_modules,
+)
 from phalanx.train.checkpoint.format import CheckpointManifest
-from phalanx.train.checkpoint.init_weights import list_local_tensors
 from phalanx.train.checkpoint.load import load_tensors
+from phalanx.train.checkpoint.load_plan import list_local_tensors
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.hf import model as hf_model
 from phalanx.train.hf.safetensors_reader import WeightReader, open_weight_reader
@@ -33,7 +38,7 @@ from phalanx.train.ops.blocks import is_conv1d
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 INIT_KEY = "adapter.init_from"
-_PREFIX = "base_model.model."
+_NAME_PREFIX = "base_model.model."
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` with which PEFT changes the weights of the base model."""
 
@@ -163,7 +168,9 @@ def write_peft_adapter(checkpoint: Path, manifest: CheckpointManifest, folder: P
             f"{checkpoint}: pissa changed the base model, so its adapter alone means nothing; export merged weights "
             "with --form safetensors"
         )
-    model = _build_meta_model(origin["config"])
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / HF_CONFIG_FILE).write_text(json.dumps(origin["config"]), encoding="utf-8")
+        model = hf_model.build_on_meta(Path(scratch), {})
     add_adapters(model, spec)
     layout = _describe_layout(model, spec)
     values = load_tensors(checkpoint, list({entry.parameter for entry in layout.tensors}), manifest=manifest)
@@ -172,13 +179,6 @@ def write_peft_adapter(checkpoint: Path, manifest: CheckpointManifest, folder: P
     (folder / WEIGHTS_FILE).chmod(folder.stat().st_mode & 0o666)
     config = _make_config(spec, layout, manifest.meta["model"]["build"], origin)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _build_meta_model(config: Mapping[str, Any]) -> nn.Module:
-    """Build the model of a config.json on the meta device."""
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / HF_CONFIG_FILE).write_text(json.dumps(config), encoding="utf-8")
-        return hf_model.build_on_meta(Path(scratch), {})
 
 
 def _make_config(spec: AdapterConfig, layout: _PeftLayout, build: str, origin: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,15 +209,12 @@ def _describe_layout(model: nn.Module, spec: AdapterConfig) -> _PeftLayout:
     layout = _PeftLayout()
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
-    targets = {
-        name: target
-        for name, target in find_adapter_targets(model).items()
-        if getattr(target.module, target.names[0], None) is not None
-    }
-    for name, target in targets.items():
+    for name, target in find_adapter_targets(model).items():
+        if getattr(target.module, target.names[0], None) is None:
+            continue
         own_names = [names[id(p)] for key in target.names if (p := getattr(target.module, key, None)) is not None]
         for (suffix, shape, dims), parameter in zip(_list_layer_tensors(name, target), own_names, strict=False):
-            layout.tensors.append(PeftTensor(f"{_PREFIX}{suffix}", shape, parameter, dims))
+            layout.tensors.append(PeftTensor(f"{_NAME_PREFIX}{suffix}", shape, parameter, dims))
         (layout.target_parameters if target.is_stack else layout.target_modules).append(name)
         layout.has_conv1d |= is_conv1d(target.module)
     trained = {id(p) for module in select_whole_modules(model, spec).values() for p in module.parameters()}
@@ -226,7 +223,7 @@ def _describe_layout(model: nn.Module, spec: AdapterConfig) -> _PeftLayout:
         if any(id(parameter) in trained for parameter in own.values()):  # also what shares a weight with one of these
             layout.whole_modules.append(name)
             layout.tensors += [
-                PeftTensor(f"{_PREFIX}{name}.{key}", tuple(p.shape), names[id(p)], tuple(range(p.dim())))
+                PeftTensor(f"{_NAME_PREFIX}{name}.{key}", tuple(p.shape), names[id(p)], tuple(range(p.dim())))
                 for key, p in own.items()
             ]
     return layout
@@ -248,7 +245,7 @@ def _list_layer_tensors(name: str, target: AdapterTarget) -> Iterator[_TensorLay
         yield f"{name}.lora_embedding_A", (rank, weight.shape[0]), (1, 0)
         yield f"{name}.lora_embedding_B", (weight.shape[1], rank), (1, 0)
         yield f"{name}.lora_magnitude_vector", (weight.shape[1],), (0,)
-    elif isinstance(module, CONVOLUTIONS):
+    elif isinstance(module, CONVOLUTION_TYPES):
         if target.user is not None or any(step != 1 for step in module.dilation):
             raise DataError(f"{name}: PEFT has no adapter of a convolution with groups, dilation or padding_mode")
         ones = (1,) * (weight.dim() - 2)

@@ -8,12 +8,12 @@ that read it. A block matters as much as it turns its input: 1 - cosine of input
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import UsageError
 
@@ -32,14 +32,14 @@ class PrunableFamily:
     """Whether weights are [out, in], as in nn.Linear; else [in, out]."""
 
 
-_LLAMA = PrunableFamily(
+_LLAMA_FAMILY = PrunableFamily(
     "model.layers", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "intermediate_size", "num_hidden_layers"
 )
 PRUNABLE_FAMILIES = {
     "phalanx.models:transformer": PrunableFamily(
         "blocks", ("ffn.gate", "ffn.up"), "ffn.down", "ffn_hidden_size", "layers"
     ),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_FAMILY),
     "gpt2": PrunableFamily("transformer.h", ("mlp.c_fc",), "mlp.c_proj", "n_inner", "n_layer", by_rows=False),
 }
 """Families by `model.build`, or by the `model_type` of config.json."""
@@ -134,18 +134,15 @@ def plan_pruning(
     norms = [reader.weight.float().norm(dim=0 if family.by_rows else 1) for reader in readers]
     squares, turns = torch.zeros(len(blocks), len(norms[0])), torch.zeros(len(blocks))
 
-    def watch(number: int, block: nn.Module, reader: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-        def count_channels(_: nn.Module, args: Any) -> None:
-            squares[number] += args[0].float().square().flatten(0, -2).sum(0)
+    def count_channels(number: int, _: nn.Module, args: Any) -> None:
+        squares[number] += args[0].float().square().flatten(0, -2).sum(0)
 
-        def count_turn(_: nn.Module, args: Any, output: Any) -> None:
-            after = output if isinstance(output, Tensor) else output[0]
-            turns[number] += torch.sum(1 - F.cosine_similarity(args[0].float(), after.float(), dim=-1))
+    def count_turn(number: int, _: nn.Module, args: Any, output: Any) -> None:
+        after = output if isinstance(output, Tensor) else output[0]
+        turns[number] += torch.sum(1 - F.cosine_similarity(args[0].float(), after.float(), dim=-1))
 
-        return reader.register_forward_pre_hook(count_channels), block.register_forward_hook(count_turn)
-
-    pairs = enumerate(zip(blocks, readers, strict=True))
-    handles = [handle for number, pair in pairs for handle in watch(number, *pair)]
+    handles = [reader.register_forward_pre_hook(partial(count_channels, i)) for i, reader in enumerate(readers)]
+    handles += [block.register_forward_hook(partial(count_turn, i)) for i, block in enumerate(blocks)]
     for tokens in inputs:
         model(tokens)
     for handle in handles:

@@ -12,10 +12,10 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,7 @@ from phalanx.train.checkpoint.in_memory.format import (
 )
 from phalanx.train.checkpoint.load import find_needed_files
 from phalanx.train.checkpoint.load_plan import execute_load_plan, make_load_plan
-from phalanx.train.checkpoint.shard_file import RankRecord, write_record
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import RankRecord, as_bytes, write_record
 from phalanx.train.checkpoint.store_fetch import RejectedFile, StoreSource
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import (
@@ -117,12 +116,12 @@ def restore_from_disk(
         own_step = NO_CHECKPOINT if candidate is None else parse_step(candidate[0])
         own = {"step": own_step, "unknown": storage_error_seen, "bad": rejected}
         gathered = all_gather_json(dist_env, own)
-        report_rejected_files(gathered, on_reject)
+        report_rejected_files((each["bad"] for each in gathered), on_reject)
         steps = [each["step"] for each in gathered]
         newest = min(steps)
         if source is not None and (stored := source.next_above(newest)) is not None:
             bad = source.fetch(stored)
-            report_rejected_files([{"bad": bad or ()}], on_reject)
+            report_rejected_files([bad or ()], on_reject)
             if bad == []:
                 candidate, newest = None, stored
             continue
@@ -160,9 +159,9 @@ def _read_newest(
     return None, storage_error_seen
 
 
-def report_rejected_files(gathered: Sequence[Mapping[str, Any]], on_reject: OnRejectFn) -> None:
+def report_rejected_files(gathered: Iterable[Iterable[Sequence[str]]], on_reject: OnRejectFn) -> None:
     """Report each bad file that any worker found, once, on every worker."""
-    for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs["bad"]):
+    for path, file, reason in dict.fromkeys(tuple(each) for theirs in gathered for each in theirs):
         on_reject(parse_url(path) if is_url(path) else Path(path), file, reason)
 
 
@@ -276,7 +275,7 @@ def find_verified_copies(
     good = [[step, token, sorted(readers_by_copy)] for (step, token), readers_by_copy in own_shards.items()]
     readers_by_copy: dict[CopyId, dict[int, list[int]]] = {}
     gathered = all_gather_json(dist_env, {"good": good, "bad": bad})
-    report_rejected_files(gathered, on_reject)
+    report_rejected_files((each["bad"] for each in gathered), on_reject)
     for rank, theirs in enumerate(gathered):
         for step, token, ranks in theirs["good"]:
             for owner in ranks:
@@ -343,9 +342,9 @@ def prune_stale(run: Run, dist_env: DistEnv, step: int, kept_copy: Path | None) 
 
 def _report_bad_copies(dist_env: DistEnv, bad: list[RejectedFile], on_reject: OnRejectFn) -> bool:
     """Report bad shards that any worker found, on all of them. Return whether there were any."""
-    gathered = [{"bad": each} for each in all_gather_json(dist_env, bad)]
+    gathered = all_gather_json(dist_env, bad)
     report_rejected_files(gathered, on_reject)
-    return any(each["bad"] for each in gathered)
+    return any(gathered)
 
 
 def _gather_shard_records(verified: VerifiedCopies, dist_env: DistEnv, copy: CopyId) -> dict[int, RankRecord]:

@@ -32,7 +32,13 @@ from phalanx.run import Run
 from phalanx.run.events import ReportEventFn
 from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, RankManifest, merge_rank_manifests, rank_file_name
-from phalanx.train.checkpoint.staging import ShardFileSpec, SharedStaging, StagingBuffer, TensorShard, plan_shard_file
+from phalanx.train.checkpoint.shard_file import (
+    ShardFileSpec,
+    SharedStaging,
+    StagingBuffer,
+    TensorShard,
+    plan_shard_file,
+)
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.object_collectives import (
@@ -230,12 +236,11 @@ class CheckpointSaver:
         step, destination = self._status.step, self._destination
         try:
             lower_thread_priority()
-            destination.write(step, staging.file_bytes(file_spec), file_spec, self._meta, self._cancelled)
+            destination.write(step, staging.bytes[: file_spec.nbytes], file_spec, self._meta, self._cancelled)
         except OSError as error:
             destination.remove_own(step)
-            return self._make_status(
-                SavePhase.FAILED, step, reason=_describe_error(error, destination.shard_path(step))
-            )
+            reason = _describe_error(error, destination.shard_path(step))
+            return self._make_status(SavePhase.FAILED, step, reason=reason)
         return self._make_status(SavePhase.WRITTEN, step, size_bytes=file_spec.nbytes)
 
     def _commit(self, step: int, meta: dict[str, Any]) -> SaveStatus:
@@ -253,13 +258,8 @@ class CheckpointSaver:
 @dataclass
 class SaveInFlight:
     """A worker's part in the save in flight: at most one at a time, of the same step and to the same destination on all
-    workers.
-
-    Args:
-        in_memory: whether it goes to the memory of the nodes, and not to disk.
-        best_loss: the validation loss, if this state is the best so far.
-        failure: why the save failed, if this worker knows, else "".
-    """
+    workers. `in_memory`: to the memory of the nodes, and not to disk. `best_loss`: the validation loss, if this state
+    is the best so far. `failure`: why the save failed, if this worker knows, else ""."""
 
     step: int
     saver: CheckpointSaver
@@ -302,15 +302,11 @@ def _describe_error(error: OSError, path: Path | StoreUrl) -> str:
 class SaveContext:
     """Where one worker saves its part of the state, and how it reports.
 
-    Args:
-        common_meta: entries of the meta that are equal in all checkpoints of a run.
-        report_event: receives events on every worker; RunWarning on rank 0 only.
-        flush: sends the events reported so far. A run that dies resumes from the last commit, so the events of the
-            steps before the commit must have been sent.
-        environment: names the folder of in-memory checkpoints, the node, and the network for replicas.
-        staging: host memory that the snapshots of all saves are copied to.
-        record_progress: is called now and then while a worker waits for the last upload.
-    """
+    `common_meta`: entries of the meta that are equal in all checkpoints of a run. `report_event` receives events on
+    every worker; RunWarning on rank 0 only. `flush` sends the events reported so far: a run that dies resumes from the
+    last commit, so the events of the steps before it must have been sent. `environment` names the folder of in-memory
+    checkpoints, the node, and the network for replicas. All saves copy their snapshots to `staging`. `record_progress`
+    is called now and then while a worker waits for the last upload."""
 
     run: Run
     dist_env: DistEnv
@@ -359,17 +355,13 @@ class OwnedTensors:
 
     def make_shards(self, state: Mapping[str, LocalTensor]) -> list[TensorShard]:
         """Return the blocks that this worker saves, by name."""
-        return [
-            TensorShard(
-                name,
-                block.slice_local(state[name].tensor),
-                state[name].global_blocks.global_shape,
-                block.global_offset,
-                state[name].is_frozen,
-            )
-            for name in sorted(self.names)
-            for block in state[name].global_blocks.blocks
-        ]
+        shards = []
+        for name in sorted(self.names):
+            held, shape = state[name], state[name].global_blocks.global_shape
+            for block in held.global_blocks.blocks:
+                part = block.slice_local(held.tensor)
+                shards.append(TensorShard(name, part, shape, block.global_offset, held.is_frozen))
+        return shards
 
 
 class _Claim(BaseModel):

@@ -43,7 +43,7 @@ from phalanx.train.checkpoint.format import (
     CorruptCheckpointError,
     format_checkpoint_name,
 )
-from phalanx.train.checkpoint.staging import as_bytes
+from phalanx.train.checkpoint.shard_file import as_bytes
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.object_collectives import all_gather_json, broadcast_json_from_rank_zero, gather_node_map
 

@@ -89,9 +89,8 @@ def upload_file(
 
 def finish_upload(checkpoints: CheckpointStore, directory: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest of a checkpoint, after all its files."""
-    content, sidecar = (
-        read_bytes(directory / name, MAX_MANIFEST_BYTES) for name in (MANIFEST_NAME, MANIFEST_HASH_NAME)
-    )
+    content = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+    sidecar = read_bytes(directory / MANIFEST_HASH_NAME, MAX_MANIFEST_BYTES)
     checkpoints.write_manifest(parse_step(directory), manifest.files, content, sidecar)
 
 
@@ -211,13 +210,13 @@ class CheckpointUploads:
         ended = [each for each in (upload.job, upload.commit) if each is not None and each.done()]
         reason = next(filter(None, map(_describe_failure, ended)), "")
         part = upload.job.result() if upload.job.done() and not upload.job.exception() else None
-        retries = dict(self._checkpoints.store.counters.retries)
+        counters = self._checkpoints.store.counters
         own = {
             "reason": reason,
             "sent": part and part.sent_bytes,
             "skipped": part and part.skipped_bytes,
-            "requests": self._checkpoints.store.counters.requests - self._num_requests,
-            "retries": retries,
+            "requests": counters.requests - self._num_requests,
+            "retries": dict(counters.retries),
         }
         gathered = all_gather_json(self._dist_env, own)
         reason = next((each["reason"] for each in gathered if each["reason"]), "")

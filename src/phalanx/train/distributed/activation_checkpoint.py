@@ -76,11 +76,7 @@ BufferValues = list[tuple[nn.Module, str, Tensor]]
 _ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def apply_activation_checkpointing(
-    model: nn.Module,
-    blocks: Iterable[str],
-    mode: ActivationCheckpointing,
-) -> None:
+def apply_activation_checkpointing(model: nn.Module, blocks: Iterable[str], mode: ActivationCheckpointing) -> None:
     """Make the named blocks of the model recompute their activations in backward.
 
     A block that runs without gradients recomputes nothing. A compiled block keeps its activations if its

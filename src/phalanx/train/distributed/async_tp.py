@@ -65,9 +65,7 @@ class _LinearReduceScatter(torch.autograd.Function):
             part = parts[:, i].contiguous()
             gathered.append(part.new_empty((ranks * part.shape[0], *part.shape[1:])))
             works.append(all_gather_into(gathered[-1], part, group, wait=False))
-        gathered_chunks = [
-            gathered_chunk.unflatten(0, (ranks, -1)).movedim(0, 1) for gathered_chunk in gathered
-        ]  # as chunks of x
+        gathered_chunks = [each.unflatten(0, (ranks, -1)).movedim(0, 1) for each in gathered]  # as chunks of x
         grad_x = torch.empty_like(x)
         chunks = _view_as_chunks(grad_x, ranks)
         for i, work in enumerate(works):

@@ -212,15 +212,8 @@ class CollectiveWatch:
         )
         stack = "".join(traceback.format_stack(frame))[-MAX_STACK_CHARS:]
         if pending:
-            send(
-                self._events,
-                WaitingInCollective(
-                    rank=self._rank,
-                    pending=pending,
-                    issued=count_issued(collectives, groups, self._last_record + 1),
-                    stack=stack,
-                ),
-            )
+            issued = count_issued(collectives, groups, self._last_record + 1)
+            send(self._events, WaitingInCollective(rank=self._rank, pending=pending, issued=issued, stack=stack))
 
 
 def count_issued(

@@ -178,21 +178,14 @@ def _attention_all_to_all(
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     query, key, value = _shard_heads_not_sequence([query, key, value], group)
     mask = None if masks is None else masks[0]
+    is_causal = causal and mask is None
     if dropout_p > 0:
         first, num_heads = cut_heads(heads)
         kept = draw_kept_scores(query, first + group_rank(group) * query.shape[1], num_heads, query.shape[2], dropout_p)
-        is_causal = causal and mask is None
         out = attend_dropping(query, key, value, kept, dropout_p, mask=mask, causal=is_causal, scale=scale)
-        return _shard_sequence_not_heads(out, group)
-    out = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=causal and masks is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    else:
+        gqa = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
     return _shard_sequence_not_heads(out, group)
 
 

@@ -103,10 +103,9 @@ def check_context_parallel(model: nn.Module, length: int) -> str:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     has_sliding_window = isinstance(window, int) and window < length
+    covers_all = window is not None and not has_sliding_window
     for kind in kinds if kinds is not None else ["sliding_attention"] if has_sliding_window else []:
-        if kind != "full_attention" and not (
-            kind == "sliding_attention" and window is not None and not has_sliding_window
-        ):
+        if kind != "full_attention" and not (kind == "sliding_attention" and covers_all):
             raise RecipeError(f"parallelism.context: {name} has layers of {kind}; only full attention can be split")
     return argument
 
@@ -191,16 +190,9 @@ class ContextParallel:
         causal = is_causal or attn_mask is not None
         if self.method == "gather" and key.shape[1] != query.shape[1]:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        masks = self.masks if causal else None
         return attention_over_context(
-            query,
-            key,
-            value,
-            self.group,
-            self.method,
-            causal=causal,
-            masks=self.masks if causal else None,
-            scale=scale,
-            dropout_p=dropout_p,
+            query, key, value, self.group, self.method, causal=causal, masks=masks, scale=scale, dropout_p=dropout_p
         )
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import has_hooks, is_compiled, map_registered_tensors
 from phalanx.errors import RecipeError
-from phalanx.train.adapters.names import is_adapter_name
+from phalanx.train.adapters.targets import is_adapter_name
 from phalanx.train.ops.blocks import is_conv1d
 from phalanx.train.ops.float8 import Float8Linear
 from phalanx.train.precision import AUTOCAST_DTYPES

@@ -1,7 +1,7 @@
 """Parameters on the meta device: build a model without memory for them, and allocate it once the model is divided.
 
 Only for classes that compute nothing but buffers when they are built, as those of transformers: the code of a user may
-read what it initializes, so `hf/skip_init.py` gives it real memory, and `compat.fake_tensor_mode` runs a model without
+read what it initializes, so `SkipInit` gives it real memory, and `compat.fake_tensor_mode` runs a model without
 values, which meta tensors cannot where an operation asks for the device.
 """
 

@@ -116,19 +116,15 @@ def get_persistent_buffers(model: nn.Module, *, recurse: bool = True) -> dict[st
 
 def find_extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules with their own `get_extra_state`, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
+    default = nn.Module.get_extra_state
+    return {name: module for name, module in model.named_modules() if type(module).get_extra_state is not default}
 
 
 def get_extra_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the extra state of modules by logical name. Raises RecipeError for values that cannot be saved."""
+    what = "model.build: get_extra_state of"
     return {
-        EXTRA_STATE_PREFIX + name: pack_value(
-            module.get_extra_state(), f"model.build: get_extra_state of {_display_name(name, module)}"
-        )
+        EXTRA_STATE_PREFIX + name: pack_value(module.get_extra_state(), f"{what} {_display_name(name, module)}")
         for name, module in find_extra_state_modules(model).items()
     }
 

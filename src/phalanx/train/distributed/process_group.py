@@ -70,9 +70,8 @@ def init_process_group(
 def set_collective_timeout(hang_timeout_s: float) -> None:
     """Set the timeout of collectives of later groups to more than `hang_timeout_s` seconds, after which the agent ends
     hanging workers. Otherwise gloo and NCCL's watchdog would time out first and report lost peers."""
-    _collective_timeout[:] = [
-        max(MIN_COLLECTIVE_TIMEOUT, timedelta(seconds=min(hang_timeout_s, 1e9) + COLLECTIVE_TIMEOUT_MARGIN_S))
-    ]
+    timeout = timedelta(seconds=min(hang_timeout_s, 1e9) + COLLECTIVE_TIMEOUT_MARGIN_S)
+    _collective_timeout[:] = [max(MIN_COLLECTIVE_TIMEOUT, timeout)]
 
 
 def patience() -> timedelta:
@@ -108,11 +107,8 @@ def _use(device: torch.device) -> None:
     (docs/benchmarks/gpu.md), unless the user has configured the allocator or the driver does not support them (virtual
     GPUs, some of WSL2). No effect if a device was selected before."""
     module = torch.get_device_module(device)
-    if (
-        device.type != "cuda"
-        or torch.version.hip is not None
-        or any(name in os.environ for name in ALLOCATOR_VARIABLES)
-    ):
+    is_configured = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if device.type != "cuda" or torch.version.hip is not None or is_configured:
         module.set_device(device)
         return
     os.environ[ALLOCATOR_VARIABLES[1]] = "expandable_segments:True"

@@ -116,8 +116,7 @@ def come_together(place: DistEnv) -> None:
     def describe_timeout() -> str:
         return f"only {store.add(_COME_KEY, 0)} of {place.world_size} workers came within {patience:.0f} s; start again"
 
-    content = _read_announcement_bytes(launched, _ALL_KEY, what, patience, describe_timeout)
-    _end_if_failed(_parse_announcement(content), launched)
+    _read_announcement(launched, _ALL_KEY, what, patience, describe_timeout)
 
 
 def _launched(place: DistEnv) -> DistEnv:
@@ -133,9 +132,8 @@ def _end_if_failed(found: RunAnnouncement, place: DistEnv) -> None:
     """Raise the error that another worker published, if any."""
     if not found.error:
         return
-    who = (
-        f"worker {found.rank} could not take part" if found.rank else "the leading worker could not make the run ready"
-    )
+    other = f"worker {found.rank} could not take part"
+    who = other if found.rank else "the leading worker could not make the run ready"
     open_attempt_store(place).add(_HEARD_KEY, 1)
     raise RelayedError(f"{who}: {found.error}", ExitCode(found.exit_code))
 
@@ -144,15 +142,9 @@ def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     """Wait for rank 0's announcement. Raises PhalanxError if rank 0 failed and, without an agent, if it was lost;
     UsageError if its run is not that of this worker."""
     try:
-        content = _read_announcement_bytes(
-            dist_env,
-            _ANNOUNCEMENT_KEY,
-            "the leading worker to make the run ready",
-            ANNOUNCEMENT_TIMEOUT_S,
-            lambda: f"the leading worker has said nothing for {ANNOUNCEMENT_TIMEOUT_S / 3600:.0f} h; start again",
-        )
-        found = _parse_announcement(content)
-        _end_if_failed(found, dist_env)
+        what, hours = "the leading worker to make the run ready", ANNOUNCEMENT_TIMEOUT_S / 3600
+        problem = f"the leading worker has said nothing for {hours:.0f} h; start again"
+        found = _read_announcement(dist_env, _ANNOUNCEMENT_KEY, what, ANNOUNCEMENT_TIMEOUT_S, lambda: problem)
     except (dist.DistNetworkError, dist.DistStoreError) as lost:  # the second if it does not answer any more
         if _supervised():
             raise
@@ -170,10 +162,11 @@ def wait_for_announcement(dist_env: DistEnv, run: Path) -> RunAnnouncement:
     return found
 
 
-def _read_announcement_bytes(
+def _read_announcement(
     dist_env: DistEnv, key: str, what: str, limit: float, describe_timeout: Callable[[], str]
-) -> bytes:
-    """Wait for the value of a key; one worker per node logs it. Raises PassingError on a timeout."""
+) -> RunAnnouncement:
+    """Wait for what is announced under a key; one worker per node logs it. Raises PassingError on a timeout, and the
+    error that another worker published."""
     store, pause = open_attempt_store(dist_env), MIN_POLL_INTERVAL_S
     print_wait = print_status if dist_env.local_rank == 0 else lambda text: None
     wait = Deadline(what, limit, print_wait, report_interval_s=WAIT_MESSAGE_INTERVAL_S)
@@ -182,8 +175,9 @@ def _read_announcement_bytes(
             raise PassingError(describe_timeout())
         time.sleep(pause)
         pause = min(2 * pause, MAX_POLL_INTERVAL_S)
-    content: bytes = store.get(key)
-    return content
+    found = _parse_announcement(store.get(key))
+    _end_if_failed(found, dist_env)
+    return found
 
 
 def _parse_announcement(content: bytes) -> RunAnnouncement:

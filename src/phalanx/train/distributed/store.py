@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistError,
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from phalanx.errors import UsageError
 from phalanx.run.authentication import derive_store_key, load_token, open_listener
@@ -62,13 +56,11 @@ class SignedStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; not signed."""
-        count: int = self._store.add(key, amount)
-        return count
+        return int(self._store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are set."""
-        found: bool = self._store.check(list(keys))
-        return found
+        return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
         """Wait until all of these keys are set."""
@@ -76,13 +68,11 @@ class SignedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Delete a key."""
-        found: bool = self._store.delete_key(key)
-        return found
+        return bool(self._store.delete_key(key))
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        count: int = self._store.num_keys()
-        return count
+        return int(self._store.num_keys())
 
     def has_extended_api(self) -> bool:
         """Return False: values of several keys at once would need separate signatures."""
@@ -125,10 +115,8 @@ def open_root_store(dist_env: DistEnv, environment: Mapping[str, str] = os.envir
     # torchrun may leave hosting the store to rank 0, or use another rendezvous backend than torch's store.
     hosted = "PHALANX_EVENTS_FD" in environment or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = STORE_CONNECT_TIMEOUT if hosted else MIN_COLLECTIVE_TIMEOUT
-    is_host = dist_env.is_rank_zero and not hosted
-    return _connect_store(
-        address, int(port), is_host, is_single_node(environment), _get_store_key(environment), timeout
-    )
+    is_host, key = dist_env.is_rank_zero and not hosted, _get_store_key(environment)
+    return _connect_store(address, int(port), is_host, is_single_node(environment), key, timeout)
 
 
 @functools.cache

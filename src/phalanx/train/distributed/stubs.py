@@ -82,13 +82,10 @@ class Passthrough(ModuleStub):
         return self._wrap_output(get_first_argument(args, kwargs))
 
 
-class StageInput(ModuleStub):
+class StageInput(Passthrough):
     """Returns `hidden`, which is set before each forward."""
 
-    def __init__(self, original: nn.Module, wrap_output: Callable[[Tensor], Any]):
-        super().__init__(original)
-        self._wrap_output = wrap_output
-        self.hidden: Tensor | None = None
+    hidden: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.hidden is not None
@@ -115,11 +112,9 @@ def make_placeholder(like: Tensor, device: torch.device) -> Tensor:
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
     """Copy a module to the meta device, without copying its memory first."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
     for parameter in module.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in module.buffers():
-        copies[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, copies)
 
 

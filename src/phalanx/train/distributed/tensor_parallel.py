@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.train.adapters.lora import LEAVE_REGION_ATTR
-from phalanx.train.adapters.names import LORA_A_NAME, LORA_B_NAME, has_adapter
+from phalanx.train.adapters.targets import LORA_A_NAME, LORA_B_NAME, has_adapter
 from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
 from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
 from phalanx.train.distributed.stubs import ModuleStub
 from phalanx.train.distributed.tp_plans import TP_STYLES
-from phalanx.train.ops.blocks import find_matching
+from phalanx.train.ops.blocks import find_matching, is_conv1d
 from phalanx.train.ops.collectives import (
     Group,
     copy_to_group,
@@ -65,9 +65,7 @@ def resolve_styles(model: nn.Module, styles_by_pattern: Mapping[str, str]) -> di
             raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: no style {style!r}; expected {', '.join(TP_STYLES)}")
         names = find_matching(pattern, modules)
         if not names:
-            named = [
-                name for name, module in modules.items() if next(module.parameters(recurse=False), None) is not None
-            ]
+            named = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
             examples = ", ".join(named[:4]) + (", ..." if len(named) > 4 else "")
             raise RecipeError(f"{TP_PLAN_KEY}.{pattern}: matches no module; the model's are named {examples}")
         for name in names:
@@ -199,17 +197,15 @@ class _TPComm:
 
     def enter_region(self, x: Tensor) -> Tensor:
         """Turn a hidden state into the input of a region."""
-        return (
-            gather_from_group(x, self.group, SEQUENCE_DIM) if self.sequence_parallel else copy_to_group(x, self.group)
-        )
+        if self.sequence_parallel:
+            return gather_from_group(x, self.group, SEQUENCE_DIM)
+        return copy_to_group(x, self.group)
 
     def leave_region(self, x: Tensor) -> Tensor:
         """Turn partial results of a region into the hidden state."""
-        return (
-            reduce_scatter_to_group(x, self.group, SEQUENCE_DIM)
-            if self.sequence_parallel
-            else reduce_from_group(x, self.group)
-        )
+        if self.sequence_parallel:
+            return reduce_scatter_to_group(x, self.group, SEQUENCE_DIM)
+        return reduce_from_group(x, self.group)
 
 
 def _sharded_dims(module: nn.Module, style: str, name: str) -> list[tuple[nn.Parameter, int, int]]:
@@ -271,27 +267,20 @@ def _apply_colwise(module: nn.Module, comm: _TPComm) -> None:
 
 
 def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        if isinstance(self, Float8Linear):
+    has_inputs_first = is_conv1d(module)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if has_inputs_first:
+            out = comm.leave_region(x @ self.weight)
+        elif isinstance(self, Float8Linear):
             out = comm.leave_region(self.matmul(x))
         elif comm.async_tp and comm.group is not None and can_chunk(x, comm.group):
             out = linear_reduce_scatter(x, self.weight, comm.group)
         else:
             out = comm.leave_region(F.linear(x, self.weight))
-        return _add_bias(out, self.bias)
-
-    vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
-
-
-def _add_bias(out: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias to the sum of all ranks' products: once, and in the format of the products, as a whole layer does
-    under autocast."""
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-def _apply_rowwise_conv1d(module: nn.Module, comm: _TPComm) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return _add_bias(comm.leave_region(x @ self.weight), self.bias)
+        # The bias is added to the sum of all ranks' products: once, and in their format, as a whole layer does under
+        # autocast.
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     vars(module).update({"forward": MethodType(forward, module), LEAVE_REGION_ATTR: comm.leave_region})
 
@@ -327,7 +316,7 @@ _APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
     "columns": _apply_colwise,
     "rows": _apply_rowwise,
     "columns-conv1d": _apply_colwise_conv1d,
-    "rows-conv1d": _apply_rowwise_conv1d,
+    "rows-conv1d": _apply_rowwise,
     "vocabulary": _apply_vocab_embedding,
     "head": _apply_nothing,
     "shared": _apply_nothing,

@@ -30,17 +30,8 @@ from torch import nn
 from phalanx.models.transformer import CausalSelfAttention, FeedForward, Transformer
 from phalanx.train.ops.blocks import find_matching, matches_pattern
 
-TP_STYLES = (
-    "region",
-    "columns",
-    "rows",
-    "columns-conv1d",
-    "columns-conv1d:3",
-    "rows-conv1d",
-    "vocabulary",
-    "head",
-    "shared",
-)
+CONV1D_STYLES = ("columns-conv1d", "columns-conv1d:3", "rows-conv1d")
+TP_STYLES = ("region", "columns", "rows", *CONV1D_STYLES, "vocabulary", "head", "shared")
 
 
 @dataclass(frozen=True)
@@ -127,11 +118,7 @@ GPT2_TP_PLAN = TPPlan(
         "lm_head": "head",
     },
     divided_attributes={"transformer.h.*.attn": ("num_heads", "split_size")},
-    divisible_sizes={
-        "attention heads": "n_head",
-        "features": "n_embd",
-        "tokens of the vocabulary": "vocab_size",
-    },
+    divisible_sizes={"attention heads": "n_head", "features": "n_embd", "tokens of the vocabulary": "vocab_size"},
     base_prefix="transformer.",
     optional_patterns=frozenset({"lm_head"}),
 )

@@ -8,10 +8,11 @@ run resumes.)
 
 `fixed-world`: micro-batches are accumulated locally, then an algorithm sums each bucket: the same bits for the same
 number of workers.
-`elastic`: micro-batch gradients are added in the fixed tree of `algorithms/deterministic_tree.py`, first on the worker
+`elastic`: micro-batch gradients are added in the fixed tree of `DeterministicTree`, first on the worker
 and then over workers.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -24,39 +25,17 @@ from phalanx.errors import RecipeError
 from phalanx.recipe.devices import device_kind_of
 from phalanx.train.distributed.dtensor_utils import to_local, total_norm
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext, GradSyncAlgorithm, PendingWork, start_all_reduce
-from phalanx.train.grad_sync.algorithms.deterministic_tree import (
+from phalanx.train.grad_sync.algorithms import (
+    CommContext,
     DeterministicTree,
-    TreeNode,
+    GradSyncAlgorithm,
     count_merges_after,
     cover_range,
 )
-from phalanx.train.grad_sync.algorithms.p2p import BinomialTree, ParameterServer
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets
 from phalanx.train.grad_sync.comm_queue import CommQueue
-from phalanx.train.grad_sync.compression.powersgd import PowerSGDCompression, make_projection_bases
-from phalanx.train.grad_sync.compression.reduced_precision import Bf16Compression, Int8Compression
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS, make_projection_bases
 from phalanx.train.ops.collectives import Group
-
-
-class AllReduceAlgorithm(GradSyncAlgorithm):
-    """One phase, which the library overlaps with backward automatically."""
-
-    is_two_phase = False
-
-    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
-        return start_all_reduce(bucket.buffer.flat, self._comm.group)
-
-
-GRAD_SYNC_ALGORITHMS: dict[str, type[GradSyncAlgorithm]] = {
-    "all-reduce": AllReduceAlgorithm,
-    "bf16": Bf16Compression,
-    "int8": Int8Compression,
-    "powersgd": PowerSGDCompression,
-    "binomial-tree": BinomialTree,
-    "parameter-server": ParameterServer,
-}
-"""The algorithms by their names in recipes."""
 
 
 class BucketedReducer:
@@ -95,14 +74,11 @@ class BucketedReducer:
         self.micro_batches = micro_batches
         indices_by_rank = [micro_batch_range(micro_batches, r, world_size) for r in range(world_size)]
         self._first_micro_batch, self._last_micro_batch = indices_by_rank[rank].start, indices_by_rank[rank].stop - 1
-        self._tree_nodes_by_rank: list[list[TreeNode]] = [
-            cover_range(micro_batches, own_indices.start, own_indices.stop) for own_indices in indices_by_rank
-        ]
+        self._tree_nodes_by_rank = [cover_range(micro_batches, each.start, each.stop) for each in indices_by_rank]
         factory = GRAD_SYNC_ALGORITHMS[algorithm]
         carries_metrics = factory.carries_metrics and not is_elastic
-        has_metric_slots = (
-            num_metric_slots > 0 and carries_metrics and world_size > 1 and parameters[0].dtype == torch.float32
-        )
+        is_fp32 = parameters[0].dtype == torch.float32
+        has_metric_slots = num_metric_slots > 0 and carries_metrics and world_size > 1 and is_fp32
         self.buckets = make_buckets(
             parameters, bucket_bytes, world_size, num_metric_slots if has_metric_slots else 0, overlaps_backward=True
         )
@@ -213,17 +189,13 @@ class BucketedReducer:
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """Return the unsent part of each parameter's gradients, live; empty without error feedback."""
-        found: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.buckets:
-            found |= dict(zip(bucket.parameters, bucket.residual_views, strict=False))
-        return found
+        pairs = (zip(bucket.parameters, bucket.residual_views, strict=False) for bucket in self.buckets)
+        return dict(itertools.chain.from_iterable(pairs))
 
     def projection_bases(self) -> dict[nn.Parameter, Tensor]:
         """Return the PowerSGD bases, live [columns, rank], equal on all workers; empty if there are none."""
-        pairs = (
-            pair for bucket in self.buckets for pair in zip(bucket.parameters, bucket.projection_bases, strict=False)
-        )
-        return {parameter: basis for parameter, basis in pairs if basis is not None}
+        pairs = (zip(bucket.parameters, bucket.projection_bases, strict=False) for bucket in self.buckets)
+        return {parameter: basis for parameter, basis in itertools.chain.from_iterable(pairs) if basis is not None}
 
     def local_squared_norm(self) -> Tensor | None:
         """Return, between two backwards, the squared norm (0-d) of this worker's gradient so far; None with

@@ -53,11 +53,9 @@ class Bucket:
 
     def take_buffer(self) -> FlatBuffer:
         """Return an unused buffer, or a new one; its padding is zero."""
-        return (
-            self.free_buffers.pop()
-            if self.free_buffers
-            else make_flat_buffer(self.parameters, self.offsets, self.num_elements)
-        )
+        if self.free_buffers:
+            return self.free_buffers.pop()
+        return make_flat_buffer(self.parameters, self.offsets, self.num_elements)
 
     def enable_error_feedback(self) -> None:
         """Allocate the residual."""
@@ -155,11 +153,8 @@ def _make_bucket(
     for parameter in parameters:
         offsets.append(num_used)
         num_used += _round_up(to_local(parameter).numel(), GRAD_ALIGNMENT_ELEMENTS)
-    unit = (
-        QUANT_BLOCK_ELEMENTS
-        if num_used >= MIN_BLOCKS_TO_PAD * world_size * QUANT_BLOCK_ELEMENTS
-        else GRAD_ALIGNMENT_ELEMENTS
-    )
+    has_many_blocks = num_used >= MIN_BLOCKS_TO_PAD * world_size * QUANT_BLOCK_ELEMENTS
+    unit = QUANT_BLOCK_ELEMENTS if has_many_blocks else GRAD_ALIGNMENT_ELEMENTS
     length = _round_up(max(num_used + num_metric_slots, 1), world_size * unit)  # a rank's shards may all be empty
     return Bucket(parameters, offsets, num_used, length, make_flat_buffer(parameters, offsets, length, dtype))
 

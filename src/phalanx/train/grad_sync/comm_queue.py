@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from phalanx.train.grad_sync.algorithms.base import DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
+from phalanx.train.grad_sync.algorithms import DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
 from phalanx.train.grad_sync.buckets import Bucket
 
 
@@ -47,11 +47,8 @@ class CommQueue:
             for _ in range(algorithm.num_channels):
                 queue, second_phase_done = TaskQueue(), TaskQueue()
                 # Daemon threads: a worker must be able to exit while they still wait for a lost peer.
-                for phase, source, target in (
-                    (_run_second_phase, queue, second_phase_done),
-                    (_run_finish, second_phase_done, None),
-                ):
-                    arguments = (algorithm, phase, source, target)
+                phases = (_run_second_phase, queue, second_phase_done), (_run_finish, second_phase_done, None)
+                for arguments in ((algorithm, *phase) for phase in phases):
                     threading.Thread(target=_run_worker_thread, args=arguments, daemon=True, name="exchange").start()
                 self._queues.append(queue)
 

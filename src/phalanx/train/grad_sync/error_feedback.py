@@ -50,35 +50,25 @@ class ErrorFeedbackState:
     ) -> ErrorFeedbackState:
         """Make the state of a reducer with these residuals and bases."""
         names = {parameter: name for name, parameter in parallel_model.parameters().items()}
-        return cls(
-            parallel_model,
-            {names[parameter]: residual for parameter, residual in residuals.items()},
-            {names[parameter]: basis for parameter, basis in bases.items()},
-        )
+        residuals_by_name = {names[parameter]: residual for parameter, residual in residuals.items()}
+        return cls(parallel_model, residuals_by_name, {names[parameter]: basis for parameter, basis in bases.items()})
 
     def local_tensors(self) -> dict[str, LocalTensor]:
         """Return the state as blocks of logical tensors."""
         rows = {RESIDUAL_PREFIX + name: self._make_row(name, tensor) for name, tensor in self.residuals.items()}
-        return rows | {
-            BASIS_PREFIX + name: self.parallel_model.replicated_tensor(basis)
-            for name, basis in self.projection_bases.items()
-        }
+        as_replicated = self.parallel_model.replicated_tensor
+        return rows | {BASIS_PREFIX + name: as_replicated(basis) for name, basis in self.projection_bases.items()}
 
     def _make_row(self, name: str, tensor: Tensor) -> LocalTensor:
         parameter_tensor = self.parallel_model.local_tensor(name, self.parallel_model.parameters()[name])
         # Residuals also differ along the tensor axis if each rank has a partial gradient.
         varying_axes = ("replicate", "tensor") if name in self.parallel_model.partial_grads else ("replicate",)
         rank, num_rows = self.parallel_model.mesh.index_along(varying_axes)
-        blocks = [
-            TensorBlock((0, *block.local_start), (rank, *block.global_offset), (1, *block.extent))
-            for block in parameter_tensor.global_blocks.blocks
-        ]
+        own = parameter_tensor.global_blocks
+        blocks = [TensorBlock((0, *b.local_start), (rank, *b.global_offset), (1, *b.extent)) for b in own.blocks]
         replicated_axes = tuple(axis for axis in parameter_tensor.replicated_axes if axis not in varying_axes)
-        return LocalTensor(
-            tensor.unsqueeze(0),
-            GlobalBlocks((num_rows, *parameter_tensor.global_blocks.global_shape), tuple(blocks)),
-            replicated_axes,
-        )
+        shape = (num_rows, *own.global_shape)
+        return LocalTensor(tensor.unsqueeze(0), GlobalBlocks(shape, tuple(blocks)), replicated_axes)
 
     def make_load_plan(self, manifest: CheckpointManifest) -> tuple[TensorBlocks, Callable[[], None]]:
         """Return the blocks to read from a checkpoint into new tensors, and a function that applies them. Tensors that

@@ -99,35 +99,30 @@ class ParallelReducer(GradReducer):
     ):
         self._parallel_model = parallel_model
         self.replica_reducer = replica_reducer
+        self._replicas = replica_reducer or LocalReducer(())
         self.num_norm_samples = 1 if replica_reducer is None else parallel_model.mesh.parallelism.replicate
         self._last_micro_batch = last_micro_batch
-        replicates = (
-            last_micro_batch is not None
-            and parallel_model.mesh.fsdp_mesh is not None
-            and parallel_model.mesh.fsdp_mesh.ndim > 1
-        )
+        fsdp_mesh = parallel_model.mesh.fsdp_mesh
+        replicates = last_micro_batch is not None and fsdp_mesh is not None and fsdp_mesh.ndim > 1
         root = parallel_model.fsdp_root if replicates else None
         self._deferred_modules = [] if root is None else [m for m in root.modules() if isinstance(m, FSDPModule)]
         self._parameters = parallel_model.trainable_parameters()
         self._partial_grad_params = [p for name, p in self._parameters.items() if name in parallel_model.partial_grads]
-        tied_params = {
-            name: tied_param for name, tied_param in parallel_model.tied_params.items() if name in self._parameters
-        }
-        self._tied_params = [(self._parameters[name], tied_param.group) for name, tied_param in tied_params.items()]
+        tied_params = parallel_model.tied_params.items()
+        self._tied_params = [
+            (self._parameters[name], tied.group) for name, tied in tied_params if name in self._parameters
+        ]
 
     def begin_backward(self, micro_batch_index: int) -> None:
-        if self.replica_reducer is not None:
-            self.replica_reducer.begin_backward(micro_batch_index)
+        self._replicas.begin_backward(micro_batch_index)
         for module in self._deferred_modules:  # this backward reduces the gradients of earlier ones, too
             module.set_requires_all_reduce(micro_batch_index == self._last_micro_batch, recurse=False)
 
     def end_backward(self) -> None:
-        if self.replica_reducer is not None:
-            self.replica_reducer.end_backward()
+        self._replicas.end_backward()
 
     def reduce_gradients(self) -> None:
-        if self.replica_reducer is not None:
-            self.replica_reducer.reduce_gradients()
+        self._replicas.reduce_gradients()
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -147,8 +142,7 @@ class ParallelReducer(GradReducer):
         return [_local_grad(parameter) for parameter in self._parameters.values()]
 
     def close(self) -> None:
-        if self.replica_reducer is not None:
-            self.replica_reducer.close()
+        self._replicas.close()
 
     def local_squared_norm(self) -> Tensor | None:
         # Gradients that are partial on tensor ranks, shared by stages or reduced once are complete only at the end.

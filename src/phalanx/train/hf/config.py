@@ -129,7 +129,19 @@ def check_data_fits(architecture: Architecture, facts: DataInfo) -> None:
         )
     if facts.seq_len is not None and longest is not None and facts.seq_len > longest:
         raise RecipeError(f"data.seq_len: {facts.seq_len} tokens, but the model has positions for {longest} only")
-    _check_classes_fit(_get_labels(architecture), facts)
+    labels = _get_labels(architecture)
+    if labels and (facts.num_classes or 0) > len(labels):
+        raise RecipeError(
+            f"data.source: has {facts.num_classes} classes, but the model has outputs for {len(labels)} only"
+        )
+    numbers = {name: number for number, name in labels.items()}
+    for number, name in enumerate(facts.class_names or ()):
+        if numbers.get(name, number) != number:
+            raise RecipeError(
+                f"data.source: class {name!r} is number {number}, but the model's id2label has it as number "
+                f"{numbers[name]}; rename the classes' folders so that their order is the model's, or give the data's "
+                "names in model.args.id2label"
+            )
 
 
 def name_classes(architecture: Architecture, facts: DataInfo | None) -> dict[str, Any]:
@@ -149,20 +161,6 @@ def _get_labels(architecture: Architecture) -> Mapping[int, str]:
     is_classifier = "Classification" in architecture.kind.__name__
     labels: Mapping[int, str] = getattr(architecture.config, "id2label", None) or {}
     return labels if is_classifier else {}
-
-
-def _check_classes_fit(labels: Mapping[int, str], facts: DataInfo) -> None:
-    num_classes, names = facts.num_classes or 0, facts.class_names or ()
-    if labels and num_classes > len(labels):
-        raise RecipeError(f"data.source: has {num_classes} classes, but the model has outputs for {len(labels)} only")
-    numbers = {name: number for number, name in labels.items()}
-    for number, name in enumerate(names):
-        if numbers.get(name, number) != number:
-            raise RecipeError(
-                f"data.source: class {name!r} is number {number}, but the model's id2label has it as number "
-                f"{numbers[name]}; rename the classes' folders so that their order is the model's, or give the data's "
-                "names in model.args.id2label"
-            )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

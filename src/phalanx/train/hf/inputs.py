@@ -50,9 +50,8 @@ def adapt_inputs(
         model_kwargs["attention_mask"] = _make_attention_masks(model, documents)
         positions = compute_positions(documents) if positions is None else positions
     if positions is not None and "position_ids" in names:
-        model_kwargs["position_ids"] = (
-            positions.expand(model_kwargs["input_ids"].shape) if "input_ids" in model_kwargs else positions
-        )
+        ids = model_kwargs.get("input_ids")
+        model_kwargs["position_ids"] = positions if ids is None else positions.expand(ids.shape)
     mask, padding = model_kwargs.get("attention_mask"), getattr(get_text_config(model.config), "pad_token_id", None)
     if "input_ids" in model_kwargs and isinstance(mask, Tensor) and mask.dim() == 2 and padding is not None:
         model_kwargs["input_ids"] = model_kwargs["input_ids"].masked_fill(mask == 0, padding)

@@ -1,10 +1,8 @@
 """Hugging Face directories: build the architecture of config.json without memory for its weights, and map its
 parameters to the tensors of the files.
 
-`build_on_meta` makes the model with parameters on the meta device. `match_tensor_names` maps its parameters to the
-files' tensors. `safetensors_reader.py` reads these by name and range, and `train/checkpoint/init_weights.py` fills the
-parts of the model that a worker holds; `load_weights` fills the whole model in one process. `inputs.py` adapts calls of
-such a model. Nothing here writes files.
+`safetensors_reader.py` reads these by name and range, and `train/checkpoint/load_plan.py` fills the parts of the
+model that a worker holds; `load_weights` fills the whole model in one process. Nothing here writes files.
 """
 
 import re
@@ -19,28 +17,26 @@ from torch import Tensor, nn
 from phalanx.data import DataInfo
 from phalanx.errors import DataError, PhalanxError, RecipeError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
-from phalanx.train.adapters.names import get_whole_shape, has_adapter, is_added_name
+from phalanx.train.adapters.targets import get_whole_shape, has_adapter, is_added_name
 from phalanx.train.distributed.meta_device import allocate_meta_parameters, parameters_on_meta
 from phalanx.train.distributed.module_state import get_model_tensors
 from phalanx.train.hf.config import check_data_fits, format_args, load_architecture, name_classes
 from phalanx.train.hf.inputs import install_input_adapter, is_transformers_model
 from phalanx.train.hf.safetensors_reader import (
+    ConvertedWeightSource,
     WeightReader,
     copy_tensor_into,
     find_tied_names,
+    open_converted_source,
     open_weight_reader,
+    preload_conversions,
     strip_wrapper_parts,
 )
-from phalanx.train.hf.weight_conversion import ConvertedWeightSource, open_converted_source, preload_conversions
 
 _NEW_HEAD_ATTRIBUTE = "_phalanx_new_head"
 MAX_LISTED_TENSORS = 5
 """Maximum number of tensors that an error lists."""
-OBSOLETE_TENSOR_PATTERNS = (
-    r"(^|\.)rotary_emb\.inv_freq$",
-    r"(^|\.)attn\.(masked_)?bias$",
-    r"(^|\.)(position|token_type)_ids$",
-)
+OBSOLETE_TENSOR_PATTERNS = (r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|(position|token_type)_ids)$",)
 """Tensors of older files that current models compute themselves."""
 TENSORFLOW_SUFFIXES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Suffixes of parameters in files that were converted from TensorFlow."""
@@ -132,13 +128,8 @@ def match_tensor_names(model: nn.Module, source: WeightReader) -> dict[str, list
     for name, alias_names in _group_alias_names(model).items():
         if is_added_name(name):
             continue
-        present = [
-            file_name
-            for alias in alias_names
-            for file_name in _candidate_names(alias, prefix)
-            if file_name in source.files
-        ]
-        found[name] = list(dict.fromkeys(present))
+        candidates = (file_name for alias in alias_names for file_name in _candidate_names(alias, prefix))
+        found[name] = [file_name for file_name in dict.fromkeys(candidates) if file_name in source.files]
     optional, new_head = _read_patterns(model, "_keys_to_ignore_on_load_missing"), find_new_head(model)
     # Only tensors that the model computes may be missing: buffers, which have values once the model is built.
     missing = [
@@ -231,11 +222,8 @@ def describe_for_export(directory: Path, args: Mapping[str, Any], facts: DataInf
     conversion_groups: list[dict[str, list[str]]] = []
     if isinstance(source, ConvertedWeightSource):
         conversion_groups = source.conversion_groups()
-        names = {
-            name: source.original_name(file_names)
-            for name, file_names in names.items()
-            if name not in source.conversions
-        }
+        plain = (name for name in names if name not in source.conversions)
+        names = {name: source.original_name(names[name]) for name in plain}
     return {
         "directory": str(directory.absolute()),
         "config": {**architecture.values, **name_classes(architecture, facts)},
@@ -290,13 +278,8 @@ def _candidate_names(name: str, prefix: str) -> list[str]:
     names = list(dict.fromkeys([name, plain, plain.removeprefix("module.")]))
     if len(prefix) > 1:
         names += [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name]
-    old = [
-        one.removesuffix(ending) + before
-        for one in names
-        for ending, before in TENSORFLOW_SUFFIXES.items()
-        if one.endswith(ending)
-    ]
-    return names + old
+    pairs = ((one, ending) for one in names for ending in TENSORFLOW_SUFFIXES if one.endswith(ending))
+    return names + [one.removesuffix(ending) + TENSORFLOW_SUFFIXES[ending] for one, ending in pairs]
 
 
 def _read_patterns(model: nn.Module, attribute: str) -> list[str]:

@@ -11,7 +11,7 @@ after they were sent, while workers continue with inner steps (Streaming DiLoCo:
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,10 @@ from phalanx.compat import call_foreach
 from phalanx.recipe.schema import OuterOptimizerConfig
 from phalanx.train.distributed.dtensor_utils import to_local
 from phalanx.train.distributed.process_group import clone_group
-from phalanx.train.grad_sync.algorithms.base import CommContext
-from phalanx.train.grad_sync.bucketed_reducer import GRAD_SYNC_ALGORITHMS
+from phalanx.train.grad_sync.algorithms import CommContext
 from phalanx.train.grad_sync.buckets import Bucket, make_buckets, make_parameter_views
 from phalanx.train.grad_sync.comm_queue import CommQueue
+from phalanx.train.grad_sync.compression import GRAD_SYNC_ALGORITHMS
 from phalanx.train.ops.collectives import Group
 
 
@@ -59,12 +59,10 @@ class SyncSchedule:
 
     def fragments_in_flight(self, step: int) -> list[int]:
         """Return the fragments that were sent by the end of this step and are not applied yet."""
-        if step == self.last_step:
+        if step == self.last_step or not self.sync_delay:
             return []
         start_steps = range(max(self.warmup_steps, step - self.sync_delay) + 1, step + 1)
-        return (
-            [fragment for each in start_steps for fragment in self.fragments_starting(each)] if self.sync_delay else []
-        )
+        return [fragment for each in start_steps for fragment in self.fragments_starting(each)]
 
     def steps_in_sync(self, step: int) -> range:
         """Return the steps with evaluations and saves that are due after this step. If all weights are synchronized at
@@ -104,16 +102,14 @@ class LocalSGD:
         self._rank, self._world_size, self._outer_optimizer, self._group = rank, world_size, outer_optimizer, group
         self._factory = GRAD_SYNC_ALGORITHMS[ALGORITHM_BY_SYNC_DTYPE[sync_dtype]]
         size = sum(to_local(p).numel() * p.element_size() for p in parameters)
-        self.buckets = make_buckets(
-            parameters, min(bucket_bytes, size / schedule.num_fragments), world_size, dtype=torch.float32
-        )
+        bucket_bytes = min(bucket_bytes, size / schedule.num_fragments)
+        self.buckets = make_buckets(parameters, bucket_bytes, world_size, dtype=torch.float32)
         for bucket in self.buckets:
             if self._factory.uses_error_feedback:
                 bucket.enable_error_feedback()
         self._global_params = [torch.zeros_like(bucket.buffer.flat) for bucket in self.buckets]
-        self._outer_momenta = (
-            [torch.zeros_like(start) for start in self._global_params] if outer_optimizer.momentum else []
-        )
+        has_momentum = bool(outer_optimizer.momentum)
+        self._outer_momenta = [torch.zeros_like(start) for start in self._global_params if has_momentum]
         self._comm_queue: CommQueue | None = None
         self._in_flight: list[int] = []  # buckets that were sent and not applied yet
         self._in_flight_received = True  # whether their sums have arrived
@@ -153,12 +149,12 @@ class LocalSGD:
             self._outer_step(bucket_index, 0.0, self._outer_optimizer)
         self.in_sync = True
 
-    def use_global_params(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are the last synchronized weights."""
-        return nullcontext() if self.in_sync else self._swap_in_global_params()
-
     @contextmanager
-    def _swap_in_global_params(self) -> Iterator[None]:
+    def use_global_params(self) -> Iterator[None]:
+        """Return a context in which the parameters are the last synchronized weights."""
+        if self.in_sync:
+            yield
+            return
         own = [[to_local(p).clone() for p in bucket.parameters] for bucket in self.buckets]
         try:
             self._copy_to_params([_bucket_views(*each) for each in zip(self.buckets, self._global_params, strict=True)])
@@ -203,11 +199,9 @@ class LocalSGD:
 
     def residuals(self) -> dict[nn.Parameter, Tensor]:
         """Return this worker's error feedback of pseudo-gradients, live; empty if the algorithm has none."""
-        return (
-            self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
-            if self._factory.uses_error_feedback
-            else {}
-        )
+        if not self._factory.uses_error_feedback:
+            return {}
+        return self._views_by_param([b.residual for b in self.buckets if b.residual is not None])
 
     def close(self) -> None:
         """Release the process groups."""

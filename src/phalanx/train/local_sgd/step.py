@@ -64,27 +64,20 @@ class LocalSGDState:
         if not self.local_sgd.in_sync:
             for parameter, start in self.local_sgd.global_params().items():
                 name = names[parameter]
-                found |= {
-                    PER_WORKER_PREFIX + name: state[name],
-                    name: self.parallel_model.replicated_tensor(start.to(parameter.dtype)),
-                }
+                found[PER_WORKER_PREFIX + name] = state[name]
+                found[name] = self.parallel_model.replicated_tensor(start.to(parameter.dtype))
         for parameter, momentum in self.local_sgd.outer_momenta().items():
             found[OUTER_MOMENTUM_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(momentum)
         for parameter, in_flight_sum in self.local_sgd.in_flight_pseudogradients().items():
             found[IN_FLIGHT_PREFIX + names[parameter]] = self.parallel_model.replicated_tensor(in_flight_sum)
-        return {
-            key: self._make_row(held.tensor) if key.startswith(PER_WORKER_PREFIX) else held
-            for key, held in found.items()
-        }
+        rows = {key: self._make_row(held.tensor) for key, held in found.items() if key.startswith(PER_WORKER_PREFIX)}
+        return found | rows
 
     def _make_row(self, tensor: Tensor) -> LocalTensor:
         shape, zero = tuple(tensor.shape), (0,) * tensor.dim()
         rank, num_workers = self._worker_index()
-        return LocalTensor(
-            tensor.unsqueeze(0),
-            GlobalBlocks((num_workers, *shape), (TensorBlock((0, *zero), (rank, *zero), (1, *shape)),)),
-            NON_REPLICATE_AXES,
-        )
+        block = TensorBlock((0, *zero), (rank, *zero), (1, *shape))
+        return LocalTensor(tensor.unsqueeze(0), GlobalBlocks((num_workers, *shape), (block,)), NON_REPLICATE_AXES)
 
     def _worker_index(self) -> tuple[int, int]:
         return self.parallel_model.mesh.coordinates["replicate"], self.parallel_model.mesh.parallelism.replicate
@@ -225,32 +218,24 @@ class OuterSteps(TrainerCallback):
 
 def make_local_sgd_reducer(recipe: ResolvedRecipe, dist_env: DistEnv, parallel_model: ParallelModel) -> LocalSGDReducer:
     """Make the reducer for a fully replicated model. From now on each worker has its own state."""
-    local_sgd_config = recipe.local_sgd
-    assert local_sgd_config is not None
+    config = recipe.local_sgd
+    assert config is not None
     parameters = list(parallel_model.trainable_parameters().values())
     local_sgd = LocalSGD(
         parameters,
         rank=dist_env.rank,
         world_size=dist_env.world_size,
         schedule=SyncSchedule(
-            local_sgd_config.sync_every,
-            recipe.steps,
-            local_sgd_config.num_fragments,
-            local_sgd_config.sync_delay,
-            num_warmup_steps(recipe),
+            config.sync_every, recipe.steps, config.num_fragments, config.sync_delay, num_warmup_steps(recipe)
         ),
-        outer_optimizer=local_sgd_config.outer_optimizer
-        if local_sgd_config.method == "diloco"
-        else AVERAGING_OUTER_OPTIMIZER,
-        sync_dtype=local_sgd_config.sync_dtype,
+        outer_optimizer=config.outer_optimizer if config.method == "diloco" else AVERAGING_OUTER_OPTIMIZER,
+        sync_dtype=config.sync_dtype,
         bucket_bytes=bucket_size_bytes(recipe.grad_sync),
         group=parallel_model.mesh.replicate_group,
     )
     parallel_model.local_sgd = LocalSGDState(parallel_model, local_sgd)
     parallel_model.error_feedback = None
-    if local_sgd_config.sync_dtype == "int8":
-        parallel_model.error_feedback = replace(
-            ErrorFeedbackState.from_residuals(parallel_model, local_sgd.residuals()),
-            accepts_manifest=saved_during_local_sgd,
-        )
+    if config.sync_dtype == "int8":
+        residuals = ErrorFeedbackState.from_residuals(parallel_model, local_sgd.residuals())
+        parallel_model.error_feedback = replace(residuals, accepts_manifest=saved_during_local_sgd)
     return LocalSGDReducer(parameters, local_sgd)

@@ -55,11 +55,8 @@ def _iterate_outermost(
         if name == _PARAMETRIZATIONS_NAME:
             continue
         path = f"{prefix}{name}"
-        if (
-            isinstance(module, _CONTAINER_TYPES)
-            and _can_be_block(child, allow_sequential)
-            and _block_kind(child) not in excluded_kinds
-        ):
+        can_be_block = isinstance(module, _CONTAINER_TYPES) and _can_be_block(child, allow_sequential)
+        if can_be_block and _block_kind(child) not in excluded_kinds:
             yield path, child
         else:
             yield from _iterate_outermost(child, f"{path}.", excluded_kinds, allow_sequential)

@@ -91,12 +91,7 @@ class CachedCastLinear(nn.Linear):
     def move_grad_sum_to_grad(self) -> None:
         """Move the gradient to `.grad`, added to that of autograd: other modules may use the weight, too."""
         weight_grad_sum, grad = self.weight_grad_sum, self.weight.grad
-        if (
-            weight_grad_sum is None
-            or self.grad_sum_started is None
-            or grad is weight_grad_sum
-            or not self.grad_sum_started
-        ):
+        if weight_grad_sum is None or grad is weight_grad_sum or not self.grad_sum_started:
             return
         if grad is not None:
             weight_grad_sum.add_(grad)

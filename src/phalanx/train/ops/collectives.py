@@ -37,32 +37,32 @@ def group_rank(group: Group) -> int:
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Return x, which is equal on all ranks, for work that differs by rank: gradients of all ranks are summed."""
-    return x if group_size(group) == 1 else _CopyToGroup.apply(x, group)
+    return x if group_size(group) == 1 else _Collective.apply(x, group, 0, "copy")
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Return the sum of all ranks' partial x, on each of them; gradients pass unchanged."""
-    return x if group_size(group) == 1 else _ReduceFromGroup.apply(x, group)
+    return x if group_size(group) == 1 else _Collective.apply(x, group, 0, "reduce")
 
 
 def gather_from_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate all ranks' parts along `dim`, for work that differs by rank."""
-    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "gather")
+    return x if group_size(group) == 1 else _Collective.apply(x, group, dim, "gather")
 
 
 def gather_replicated(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate all ranks' parts along `dim`, for work that is the same on every rank."""
-    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "gather replicated")
+    return x if group_size(group) == 1 else _Collective.apply(x, group, dim, "gather replicated")
 
 
 def reduce_scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part along `dim` of the sum of all ranks' x. The dimension must divide evenly."""
-    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "reduce-scatter")
+    return x if group_size(group) == 1 else _Collective.apply(x, group, dim, "reduce-scatter")
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part along `dim` of x, which is equal on all ranks. The dimension must divide evenly."""
-    return x if group_size(group) == 1 else _AlongDim.apply(x, group, dim, "scatter")
+    return x if group_size(group) == 1 else _Collective.apply(x, group, dim, "scatter")
 
 
 def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -100,28 +100,9 @@ def all_reduce_copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduce_copy(grad, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce_copy(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-_OPERATIONS_ALONG_DIM: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+_COLLECTIVE_OPERATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "copy": (lambda x, group, dim: x.view_as(x), lambda grad, group, dim: all_reduce_copy(grad, group)),
+    "reduce": (lambda x, group, dim: all_reduce_copy(x, group), lambda grad, group, dim: grad),
     "gather": (all_gather, reduce_scatter),
     "gather replicated": (all_gather, local_chunk),
     "reduce-scatter": (reduce_scatter, all_gather),
@@ -130,15 +111,15 @@ _OPERATIONS_ALONG_DIM: dict[str, tuple[Callable[..., Tensor], Callable[..., Tens
 """Forward and its adjoint."""
 
 
-class _AlongDim(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, operation: str) -> Tensor:
         ctx.group, ctx.dim, ctx.operation = group, dim, operation
-        return _OPERATIONS_ALONG_DIM[operation][0](x, group, dim)
+        return _COLLECTIVE_OPERATIONS[operation][0](x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OPERATIONS_ALONG_DIM[ctx.operation][1](grad, ctx.group, ctx.dim), None, None, None
+        return _COLLECTIVE_OPERATIONS[ctx.operation][1](grad, ctx.group, ctx.dim), None, None, None
 
 
 class _AllToAllRows(torch.autograd.Function):

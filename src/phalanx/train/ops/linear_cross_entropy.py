@@ -26,12 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from phalanx.train.ops import HAS_TRITON
-from phalanx.train.ops.collectives import (
-    Group,
-    all_gather,
-    group_rank,
-    group_size,
-)
+from phalanx.train.ops.collectives import Group, all_gather, group_rank, group_size
 
 CHUNK_BYTES = 32 * 2**20
 """Memory of a chunk's fp32 logits. On a CPU (v = 50304, w = 256) chunks of 8 MB take 25 % more time, since every chunk
@@ -75,60 +70,45 @@ def get_current_vocab_shard() -> VocabShard:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    group: Group = None,
-    vocab_size: int | None = None,
-    chunk_rows: int | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard = VocabShard(), chunk_rows: int | None = None
 ) -> Tensor:
     """Return the sum (0-d, fp32 or wider) of the cross-entropies of `hidden [n, w] @ weight[v, w].T` with `targets` [n]
     (int64). Rows with the target `IGNORED_TARGET` do not count.
 
     Matmuls use autocast's dtype if it is on, the softmax fp32; the weight's gradient is accumulated in fp32.
 
-    With a group, `weight` is this rank's rows of a vocabulary sharded in rank order: equally many on all ranks or, if
-    the whole size is given as `vocab_size`, ceil(vocab / ranks) on each and the remainder on the last. `hidden` and
-    `targets` must be equal on all ranks; so are the loss and the gradient of `hidden`, which needs no reduction.
+    With a `shard`, `weight` is this rank's rows of a vocabulary sharded in rank order: equally many on all ranks or, if
+    it has a size, ceil(vocab / ranks) on each and the remainder on the last. `hidden` and `targets` must be equal on
+    all ranks; so are the loss and the gradient of `hidden`, which needs no reduction.
 
     Backward may run in parts, the gradient of `hidden` first and that of the weight later, as in zero-bubble pipelines.
 
     `chunk_rows` is the number of rows per chunk, equal on all ranks; the default follows from CHUNK_BYTES and
     ACCELERATOR_ROWS. There is no second derivative.
     """
-    plan = _plan_chunks(hidden, weight, group, vocab_size, chunk_rows)
+    plan = _plan_chunks(hidden, weight, shard, chunk_rows)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, plan)
     return loss
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    group: Group = None,
-    vocab_size: int | None = None,
-    chunk_rows: int | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard = VocabShard(), chunk_rows: int | None = None
 ) -> Tensor:
     """Return the log-probability [n] (fp32 or wider) of each of the `targets` [n] by `hidden [n, w] @ weight[v, w].T`;
     0 for `IGNORED_TARGET`. Arguments as of `linear_cross_entropy`.
 
     For losses that are no sum over tokens: backward computes the logits of each chunk a second time.
     """
-    plan = _plan_chunks(hidden, weight, group, vocab_size, chunk_rows)
+    plan = _plan_chunks(hidden, weight, shard, chunk_rows)
     log_probs: Tensor = _LinearLogProbs.apply(hidden, weight, targets, plan)
     return log_probs
 
 
-def _plan_chunks(
-    hidden: Tensor, weight: Tensor, group: Group, vocab_size: int | None, chunk_rows: int | None
-) -> "_ChunkPlan":
-    rows_per_rank = _rows_per_rank_of(weight.shape[0], vocab_size, group)
+def _plan_chunks(hidden: Tensor, weight: Tensor, shard: VocabShard, chunk_rows: int | None) -> "_ChunkPlan":
+    group, kind, dtype = shard.group, hidden.device.type, hidden.dtype
+    rows_per_rank = _rows_per_rank_of(weight.shape[0], shard.size, group)
     if chunk_rows is None:
-        chunk_rows = max(CHUNK_BYTES // (4 * rows_per_rank), 1 if hidden.device.type == "cpu" else ACCELERATOR_ROWS)
-    kind = hidden.device.type
-    dtype = hidden.dtype
+        chunk_rows = max(CHUNK_BYTES // (4 * rows_per_rank), 1 if kind == "cpu" else ACCELERATOR_ROWS)
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     return _ChunkPlan(group, rows_per_rank * group_rank(group), chunk_rows, dtype, torch.is_grad_enabled())
@@ -177,9 +157,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden.mul_(grad.to(grad_hidden.dtype))
         # Scale in place, because the weight's gradient is as large as the weight. An earlier part of the backward may
         # have scaled it already; then only the missing factor is applied.
-        factor = (
-            grad if ctx.scaled is None else torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
-        )
+        factor = grad
+        if ctx.scaled is not None:
+            factor = torch.where(grad == ctx.scaled, torch.ones_like(grad), grad / ctx.scaled)
         ctx.scaled = grad
         if grad_weight is not None:
             grad_weight = grad_weight.data.mul_(factor.to(grad_weight.dtype))
@@ -201,9 +181,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, targets = ctx.saved_tensors
         with _no_autocast(hidden.device):
-            _, gradients = _chunked_losses_and_grads(
-                hidden, weight, targets, ctx.plan, list(ctx.needs_input_grad[:2]), row_weights=-grad
-            )
+            needed = list(ctx.needs_input_grad[:2])
+            _, gradients = _chunked_losses_and_grads(hidden, weight, targets, ctx.plan, needed, row_weights=-grad)
         grad_hidden, grad_weight = gradients
         if grad_hidden is not None and group_size(ctx.plan.group) > 1:
             dist.all_reduce(grad_hidden, group=ctx.plan.group)
@@ -226,6 +205,13 @@ def _chunked_losses_and_grads(
     grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
     weight = weight.to(plan.matmul_dtype)
     losses = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
+
+    def add_gradients(rows: slice, x: Tensor, grad_logits: Tensor) -> None:
+        if grad_hidden is not None:
+            grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor
+        if grad_weight is not None:
+            _accumulate_matmul(grad_weight, grad_logits.t(), x)
+
     for first in range(0, hidden.shape[0], plan.chunk_rows):
         rows = slice(first, first + plan.chunk_rows)
         x = hidden[rows].to(plan.matmul_dtype)  # [c, w]
@@ -236,13 +222,9 @@ def _chunked_losses_and_grads(
             from phalanx.train.ops.cross_entropy_kernel import backward_logits_grad, forward_losses_and_lse
 
             losses[rows], sums = forward_losses_and_lse(logits, targets[rows], IGNORED_TARGET)
-            grad_logits = backward_logits_grad(
-                logits, targets[rows], sums, torch.full((), factor, device=logits.device), IGNORED_TARGET
-            )
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor
-            if grad_weight is not None:
-                _accumulate_matmul(grad_weight, grad_logits.t(), x)
+            scale = torch.full((), factor, device=logits.device)
+            grad_logits = backward_logits_grad(logits, targets[rows], sums, scale, IGNORED_TARGET)
+            add_gradients(rows, x, grad_logits)
             continue
         logits = logits.to(wide)
         picked = logits.gather(1, index).squeeze(1).masked_fill(elsewhere, 0.0)  # [c]
@@ -258,11 +240,7 @@ def _chunked_losses_and_grads(
         factors = factor if row_weights is None else row_weights[rows].to(wide) * factor
         grad_logits.mul_(((highest - total).exp_() * factors).masked_fill_(~valid, 0.0)[:, None])
         grad_logits.scatter_add_(1, index, ((valid & ~elsewhere).to(wide) * -factors)[:, None])
-        grad_logits = grad_logits.to(plan.matmul_dtype)
-        if grad_hidden is not None:
-            grad_hidden[rows] = grad_logits @ weight if factor == 1.0 else (grad_logits @ weight).float() / factor
-        if grad_weight is not None:
-            _accumulate_matmul(grad_weight, grad_logits.t(), x)
+        add_gradients(rows, x, grad_logits.to(plan.matmul_dtype))
     if factor != 1.0 and grad_weight is not None:
         grad_weight /= factor
     return losses, (grad_hidden, grad_weight)

@@ -87,10 +87,6 @@ class HeldSlices:
             found.append(_select_runs(self.positions, self.tensor_rank * size, (self.tensor_rank + 1) * size))
         return [*found, self.positions] if count else []
 
-    def feature_run(self, size: int) -> Runs:
-        """Return this rank's part of features or heads, of which it has `size`."""
-        return ((self.tensor_rank * size, (self.tensor_rank + 1) * size),)
-
 
 def _select_runs(runs: Runs, start: int, end: int) -> Runs:
     """Return elements [start, end) of what the runs list."""
@@ -188,7 +184,7 @@ def locate(shape: Sequence[int]) -> Place | None:
         cut = features or -len(shape)
         size = whole[cut]
         whole[cut] = size * slices.tensor_size
-        parts.append((cut, slices.feature_run(size)))
+        parts.append((cut, ((slices.tensor_rank * size, (slices.tensor_rank + 1) * size),)))
     kept = tuple((dim, runs) for dim, runs in parts if runs != ((0, whole[dim]),))
     return (tuple(whole), kept) if kept else None
 
@@ -476,12 +472,10 @@ def attention(
     return attend_dropping(query, key, value, kept, dropout_p, mask=attn_mask, causal=is_causal, scale=scale)
 
 
-torch_dropout, torch_attention, torch_rand, torch_randint = (
-    F.dropout,
-    F.scaled_dot_product_attention,
-    torch.rand,
-    torch.randint,
-)
+torch_dropout = F.dropout
+torch_attention = F.scaled_dot_product_attention
+torch_rand = torch.rand
+torch_randint = torch.randint
 _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (F, "dropout"): dropout,
     (F, "dropout1d"): _replace_dropout(F.dropout1d, features=True, alpha=False, unbatched_dims=2),
@@ -498,20 +492,9 @@ _FUNCTION_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     **{(torch, name): _refuse_cut(getattr(torch, name), name) for name in ("multinomial", "poisson", "binomial")},
 }
 """Replacements by owner and name, from the first run in a process on."""
+_FILLING_METHODS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 _METHOD_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    **{
-        name: _replace_in_place(getattr(Tensor, name))
-        for name in (
-            "bernoulli_",
-            "cauchy_",
-            "exponential_",
-            "geometric_",
-            "log_normal_",
-            "normal_",
-            "random_",
-            "uniform_",
-        )
-    },
+    **{f"{name}_": _replace_in_place(getattr(Tensor, f"{name}_")) for name in _FILLING_METHODS},
     "bernoulli": _replace_bernoulli(Tensor.bernoulli),
     "multinomial": _refuse_cut(Tensor.multinomial, "multinomial"),
 }

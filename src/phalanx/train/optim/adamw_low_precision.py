@@ -105,9 +105,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             rows = slice(begin, min(begin + chunk, len(weight)))
             shape = (rows.stop - begin, columns)
             moments = self.read_moments(stored, rows)
-            direction = adam_direction(
-                moments, gradient[rows].float().reshape(shape), step, group["betas"], group["eps"]
-            )
+            rows_of_gradient = gradient[rows].float().reshape(shape)
+            direction = adam_direction(moments, rows_of_gradient, step, group["betas"], group["eps"])
             weight[rows].mul_(1 - group["lr"] * group["weight_decay"])
             weight[rows].add_(direction.view(weight[rows].shape), alpha=-group["lr"])
             bits = make_random_bits(shape, (origin.row + begin) * columns, key, weight.device)
@@ -201,13 +200,11 @@ class AdamW8bit(LowPrecisionAdamW):
     def read_moments(self, state: StateDict, rows: slice) -> list[Tensor]:
         values = []
         for index, name in enumerate(MOMENT_NAMES):
-            stored = _as_matrix(state[name][rows])
-            if name + SCALE_SUFFIX in state:
-                values.append(
-                    dequantize_blockwise(stored, state[name + SCALE_SUFFIX][rows], _moment_table(index, stored))
-                )
-            else:
+            stored, scale = _as_matrix(state[name][rows]), state.get(name + SCALE_SUFFIX)
+            if scale is None:
                 values.append(stored.clone())
+            else:
+                values.append(dequantize_blockwise(stored, scale[rows], _moment_table(index, stored)))
         return values
 
     def write_moments(self, state: StateDict, rows: slice, moments: list[Tensor], bits: Tensor) -> None:
@@ -278,18 +275,13 @@ def decode_state(entries: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @cache
-def signed_table(device: torch.device) -> Tensor:
-    """Return the dynamic table for signed numbers [256], ascending, from -0.993 to 1. Each decade below 1 has half as
-    many numbers as the decade above it."""
-    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2**decade)]
-    return torch.tensor([*(-number for number in reversed(positive)), 0.0, *positive, 1.0], device=device)
-
-
-@cache
-def unsigned_table(device: torch.device) -> Tensor:
-    """Return the dynamic table for non-negative numbers [256], ascending, from 0 to 1: twice as dense."""
-    positive = [number for decade in range(7) for number in _decade_midpoints(decade, 2 ** (decade + 1))]
-    return torch.tensor([0.0, *positive, 1.0], device=device)
+def make_dynamic_table(is_signed: bool, device: torch.device) -> Tensor:
+    """Return the dynamic table [256], ascending, for signed numbers from -0.993 to 1, or twice as dense for those from
+    0 to 1. Each decade below 1 has half as many numbers as the decade above it."""
+    density = 1 if is_signed else 2
+    positive = [number for decade in range(7) for number in _decade_midpoints(decade, density * 2**decade)]
+    negative = [-number for number in reversed(positive)] if is_signed else []
+    return torch.tensor([*negative, 0.0, *positive, 1.0], device=device)
 
 
 def _decade_midpoints(decade: int, count: int) -> list[float]:
@@ -298,7 +290,7 @@ def _decade_midpoints(decade: int, count: int) -> list[float]:
 
 
 def _moment_table(moment: int, x: Tensor) -> Tensor:
-    return (signed_table, unsigned_table)[moment](x.device)
+    return make_dynamic_table(moment == 0, x.device)
 
 
 def _look_up(table: Tensor, indices: Tensor) -> Tensor:

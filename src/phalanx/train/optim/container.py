@@ -1,13 +1,18 @@
 """The optimizers of a recipe, built and combined: one step, and their state as tensors by logical names.
 
-`param_groups.py` says which parameters get weight decay or another learning rate. `muon` orthogonalizes the momentum of
-hidden matrices; embeddings, the output layer and everything that is not a matrix use AdamW (Jordan et al. 2024). Which
-these are is decided on the whole model, by name, before it is divided: a pipeline stage cannot know which layer is the
-last.
+Norms, biases and vectors get no weight decay, unless a group of the recipe says so. The role of a parameter is that of
+the module that holds it, not its number of dimensions: a norm over images has a weight of 3, and an output layer with
+one output a matrix of one row.
+
+`muon` orthogonalizes the momentum of hidden matrices; embeddings, the output layer and everything that is not a matrix
+use AdamW (Jordan et al. 2024). Which these are is decided on the whole model, by name, before it is divided: a pipeline
+stage cannot know which layer is the last.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.compat import call_foreach
 from phalanx.errors import DataError, RecipeError
-from phalanx.recipe.schema import OptimizerConfig
+from phalanx.recipe.schema import OptimizerConfig, ParamGroupConfig
+from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.train.distributed.dtensor_utils import NormFn, compute_norms, distribute_like, fsdp_rows, to_local
-from phalanx.train.ops.blocks import find_blocks, find_expert_stacks, is_linear
+from phalanx.train.ops.blocks import find_blocks, find_expert_stacks, is_linear, is_torch_layer
 from phalanx.train.optim.adamw_low_precision import (
     SCALE_SUFFIX,
     AdamW8bit,
@@ -28,11 +34,11 @@ from phalanx.train.optim.adamw_low_precision import (
     encode_state,
     scale_shape,
 )
-from phalanx.train.optim.cpu_offload import OffloadedOptimizer
+from phalanx.train.optim.cpu_offload import OffloadedOptimizer, ParamGroup
 from phalanx.train.optim.lars_lamb import LAMB, LARS
 from phalanx.train.optim.muon import Muon
-from phalanx.train.optim.param_groups import ParamGroup, check_groups, make_param_groups
 
+_NORM_NAME = re.compile(r"Norm(\d[dD])?(Gated)?$")
 LOW_PRECISION_ADAMW: dict[str, type[LowPrecisionAdamW]] = {"bf16": AdamWBf16, "int8": AdamW8bit}
 
 
@@ -112,11 +118,8 @@ def build_optimizers(
             return _build_adamw(groups, spec)
         return LOW_PRECISION_ADAMW[spec.state_dtype](groups, spec.lr, betas=spec.betas, origins=origins, seed=seed)
 
-    def make_on_host(groups: list[ParamGroup], of: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
-        return make(groups, {host_copy: origins[parameter] for host_copy, parameter in of.items()})
-
     if offload and _needs_offload(names):
-        return [OffloadedOptimizer(groups, make_on_host)]
+        return [OffloadedOptimizer(groups, lambda groups, of: make(groups, {copy: origins[of[copy]] for copy in of}))]
     return [make(groups, origins)]
 
 
@@ -329,3 +332,50 @@ def match_memory_format(parameter: Tensor, value: Tensor) -> Tensor:
     if value.shape != parameter.shape or value.stride() == torch.empty_like(parameter, device="meta").stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def check_groups(model: nn.Module, spec: OptimizerConfig) -> None:
+    """Raise RecipeError unless each group of the recipe is the first to match some trained parameter of the whole
+    model."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for index, group in enumerate(spec.groups):
+        if any(_find_group(spec.groups, name) is group for name in names):
+            continue
+        matches = [name for name in names if fnmatchcase(name, group.match)]
+        problem = f"fits {matches[0]}, which an earlier group has" if matches else "fits no parameter that is trained"
+        nearest = "" if matches else suggest_nearest(group.match, names)
+        raise RecipeError(
+            f"optimizer.groups.{index}.match: {group.match!r} {problem}; there are {names[0]} to {names[-1]}{nearest}"
+        )
+
+
+def make_param_groups(
+    model: nn.Module, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str], spec: OptimizerConfig
+) -> list[ParamGroup]:
+    """Return groups for an optimizer, with their weight decay and `lr_ratio`; `names` are those of all parameters."""
+    roles = {p: (module, key) for module in model.modules() for key, p in module.named_parameters(recurse=False)}
+    grouped: dict[tuple[float, float], list[nn.Parameter]] = {(spec.weight_decay, 1.0): [], (0.0, 1.0): []}
+    for parameter in parameters:
+        group = _find_group(spec.groups, names[parameter])
+        decay = spec.weight_decay if is_decayed(*roles[parameter], parameter) else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        grouped.setdefault((decay, 1.0 if group is None else group.lr_ratio), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "lr_ratio": lr_ratio}
+        for (decay, lr_ratio), members in grouped.items()
+        if members
+    ]
+
+
+def is_decayed(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Return whether a module's own parameter gets weight decay: not if it is a bias, of a norm, or a vector."""
+    if parameter.dim() < 2 or _NORM_NAME.search(type(module).__name__) or "bias" in name.split("_"):
+        return False
+    is_weight_of_layer = is_torch_layer(module) or is_linear(module) or isinstance(module, nn.Embedding)
+    return is_weight_of_layer or parameter.numel() > max(parameter.shape)
+
+
+def _find_group(groups: Iterable[ParamGroupConfig], name: str) -> ParamGroupConfig | None:
+    """Return the first group that a parameter's name matches."""
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)

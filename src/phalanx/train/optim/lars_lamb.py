@@ -23,8 +23,8 @@ class _LayerwiseOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._norm_fn = norm_fn
 
-    def _parameters_with_grad(self, group: ParamGroup) -> list[Tensor]:
-        return [parameter for parameter in group["params"] if parameter.grad is not None]
+    def _groups_with_grad(self) -> list[tuple[ParamGroup, list[Tensor]]]:
+        return [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
 
     def _state_entry(self, parameter: Tensor, name: str) -> Tensor:
         """Return the local part of a state entry, which is initialized to zeros."""
@@ -62,17 +62,16 @@ class LARS(_LayerwiseOptimizer):
         lr: float,
         *,
         momentum: float = 0.9,
-        weight_decay: float = 0.0,
         trust: float = 1e-3,
         norm_fn: NormFn = compute_norms,
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, norm_fn)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": 0.0}, norm_fn)
         self._trust = trust
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update every parameter that has a gradient."""
-        groups = [(group, self._parameters_with_grad(group)) for group in self.param_groups]
+        groups = self._groups_with_grad()
         every = [parameter for _, parameters in groups for parameter in parameters]
         pairs = iter(self._norm_pairs(every, [to_local(p.grad) for p in every if p.grad is not None]))
         for group, parameters in groups:
@@ -112,16 +111,14 @@ class LAMB(_LayerwiseOptimizer):
         lr: float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
         norm_fn: NormFn = compute_norms,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, norm_fn)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-6, "weight_decay": 0.0}, norm_fn)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not supported
         """Update every parameter that has a gradient."""
-        groups = [(group, self._parameters_with_grad(group)) for group in self.param_groups]
+        groups = self._groups_with_grad()
         directions = [self._adam_directions(group, parameters) for group, parameters in groups]
         every = [parameter for _, parameters in groups for parameter in parameters]
         pairs = iter(self._norm_pairs(every, [update for updates in directions for update in updates]))

@@ -28,19 +28,9 @@ SCHEDULER_REFUSED_HINT = (
     "leave the scheduler out, and give its warmup and decay as optimizer.schedule in the recipe"
 )
 
-ELEMENTWISE_OPTIMIZERS = (
-    torch.optim.Adam,  # and its subclass AdamW
-    torch.optim.SGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
-"""Optimizers that update each element on its own, so that they may have a slice of a matrix."""
+_ELEMENTWISE_NAMES = ("Adam", "SGD", "Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+ELEMENTWISE_OPTIMIZERS = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE_NAMES)
+"""Optimizers that update each element on its own, so that they may have a slice of a matrix; AdamW is an Adam."""
 
 
 class UserOptimizer(OptimizerContainer):
@@ -68,7 +58,8 @@ class UserOptimizer(OptimizerContainer):
                 f"session.prepare: the optimizer leaves out {len(missing)} parameters that require a gradient, such as "
                 f"{missing[0]}; give it all, or freeze these in build() by requires_grad_(False)"
             )
-        self.optimizers, self.unused_state, self.ema = [optimizer], [], {}
+        self._optimizer, self.optimizers = optimizer, [optimizer]
+        self.unused_state, self.ema = [], {}
         self._initial_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self.base_lr = max(self._initial_lrs)
         if self.base_lr <= 0:
@@ -91,7 +82,7 @@ class UserOptimizer(OptimizerContainer):
     def step(self, lr: float) -> None:
         """Step with `lr` in the group with the highest learning rate, and proportionally less in the others. Raises
         UsageError if the optimizer has state that a checkpoint cannot hold, or if the loop changed a learning rate."""
-        (optimizer,) = self.optimizers
+        optimizer = self._optimizer
         for group, expected_lr in zip(optimizer.param_groups, self._expected_lrs, strict=True):
             if float(group["lr"]) != expected_lr:
                 raise UsageError(
@@ -117,13 +108,12 @@ class UserOptimizer(OptimizerContainer):
 
     def forget(self) -> None:
         """Drop the whole state."""
-        self.optimizers[0].state.clear()
+        self._optimizer.state.clear()
 
     def load(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Restore the result of `state`. Raises DataError if it does not fit the model."""
-        (optimizer,) = self.optimizers
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
-        groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        groups = {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
         self.forget()
         for key, value in tensors.items():
             name, _, entry = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
@@ -135,25 +125,23 @@ class UserOptimizer(OptimizerContainer):
             elif entry != "step" or groups[parameter].get("fused") or groups[parameter].get("capturable"):
                 # As in torch's load_state_dict: the step count is on the host except with these two options.
                 value = value.to(parameter.device)
-            optimizer.state[parameter][entry] = value
+            self._optimizer.state[parameter][entry] = value
 
     def group_settings(self) -> dict[str, Tensor]:
         """Return changed group options, except learning rates. Raises RecipeError if they cannot be saved."""
-        (optimizer,) = self.optimizers
         changed = [
             {
                 key: value
                 for key, value in self._saved_settings(group).items()
                 if key not in given or _differs(value, given[key])
             }
-            for group, given in zip(optimizer.param_groups, self._initial_settings, strict=True)
+            for group, given in zip(self._optimizer.param_groups, self._initial_settings, strict=True)
         ]
-        what = f"session.prepare: a parameter group of {type(optimizer).__name__}"
+        what = f"session.prepare: a parameter group of {type(self._optimizer).__name__}"
         return {GROUP_SETTINGS_KEY: pack_value(changed, what)} if any(changed) else {}
 
     def load_group_settings(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Restore the result of `group_settings`."""
-        (optimizer,) = self.optimizers
         changed: list[dict[str, Any]] = [{} for _ in self._initial_settings]
         if GROUP_SETTINGS_KEY in tensors:
             changed = unpack_value(tensors[GROUP_SETTINGS_KEY], where)
@@ -161,7 +149,7 @@ class UserOptimizer(OptimizerContainer):
             raise DataError(
                 f"{where}: has {len(changed)} groups of the optimizer, which now has {len(self._initial_settings)}"
             )
-        for group, given, values in zip(optimizer.param_groups, self._initial_settings, changed, strict=True):
+        for group, given, values in zip(self._optimizer.param_groups, self._initial_settings, changed, strict=True):
             for key in self._saved_settings(group):
                 del group[key]
             group |= deepcopy(given) | values
@@ -171,8 +159,7 @@ class UserOptimizer(OptimizerContainer):
         return {key: value for key, value in group.items() if key not in EXCLUDED_GROUP_KEYS}
 
     def _check_state(self) -> None:
-        (optimizer,) = self.optimizers
-        kind = type(optimizer).__name__
+        optimizer, kind = self._optimizer, type(self._optimizer).__name__
         self.group_settings()
         if strange := [key for key in optimizer.state if not isinstance(key, Tensor)]:
             raise UsageError(

@@ -6,7 +6,7 @@ packed sequences never changes the gradient beyond rounding. Do not divide in a 
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from phalanx.train.hf.image_processor import ImageNormalization, find_image_inpu
 from phalanx.train.hf.inputs import find_auxiliary_loss, get_logits, is_transformers_model
 from phalanx.train.ops.linear_cross_entropy import cross_entropy, get_current_vocab_shard, linear_cross_entropy
 
-CPU = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 SINGLE_LABEL = "single_label_classification"
 """The `problem_type` of transformers that `classification` trains."""
 TensorBatch = dict[str, Tensor]
@@ -71,14 +71,8 @@ class LanguageModeling:
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """Compute the loss from the input of an output layer without bias, hidden [b, s, w], and its weight [v, w],
         without materializing all logits. Within `vocab_parallel`, weight is this rank's shard of the vocabulary."""
-        targets, vocabulary = batch["targets"], get_current_vocab_shard()
-        losses = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            targets.flatten(),
-            group=vocabulary.group,
-            vocab_size=vocabulary.size,
-        )
+        targets = batch["targets"]
+        losses = linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), get_current_vocab_shard())
         return losses, (targets != -100).sum()
 
 
@@ -153,35 +147,30 @@ def check_model_config(task: Task, model: nn.Module) -> None:
         )
 
 
-BUILT_IN_TASKS: dict[str, type] = {
+BUILT_IN_TASKS: dict[str, Callable[[], Task]] = {
     "language-modeling": LanguageModeling,
     "chat": LanguageModeling,
     "classification": Classification,
 }
 
 
-def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torch.device = CPU) -> Task:
+def open_task(recipe: Recipe, folder: Path | None, facts: DataInfo, device: torch.device = CPU_DEVICE) -> Task:
     """Load the task of a recipe, for its model and data; a teacher on `device`. Raises RecipeError also where images do
     not fit the model, or a teacher does not fit the tokens."""
     if isinstance(recipe.task, DistillationConfig):
-        from phalanx.train.tasks.distillation import Distillation
-        from phalanx.train.tasks.teacher import load_teacher
+        from phalanx.train.tasks.distillation import Distillation, load_teacher
 
         load = partial(load_teacher, recipe.task.teacher, folder, facts, device)
         return Distillation(recipe.task, load, _open_chat_tokenizer(recipe, folder)[1] if recipe.task.on_policy else ())
     if isinstance(recipe.task, GrpoConfig):
-        return _open_grpo(recipe.task, recipe, folder)
+        from phalanx.train.tasks.grpo import Grpo
+
+        reward = import_object(recipe.task.reward, folder, key="task.reward")
+        return Grpo(recipe.task, reward, *_open_chat_tokenizer(recipe, folder))
     task = load_task(recipe.task, folder)
     if isinstance(task, Classification) and (inputs := find_image_inputs(recipe.model.build, folder, facts)):
         task.normalization = inputs.normalization
     return task
-
-
-def _open_grpo(config: GrpoConfig, recipe: Recipe, folder: Path | None) -> Task:
-    from phalanx.train.tasks.grpo import Grpo
-
-    tokenizer, ends = _open_chat_tokenizer(recipe, folder)
-    return Grpo(config, import_object(config.reward, folder, key="task.reward"), tokenizer, ends)
 
 
 def _open_chat_tokenizer(recipe: Recipe, folder: Path | None) -> tuple[Tokenizer, list[int]]:
@@ -207,13 +196,12 @@ def load_task(spec: str | TaskConfig, folder: Path | None) -> Task:
         import_object(spec.reward, folder, key="task.reward")
     name = spec if isinstance(spec, str) else "language-modeling"
     if name in BUILT_IN_TASKS:
-        task: Task = BUILT_IN_TASKS[name]()
-        return task
+        return BUILT_IN_TASKS[name]()
     if ":" not in name:
         raise RecipeError(f"task: no task {name!r}; expected {', '.join(BUILT_IN_TASKS)} or module:Class")
     kind = import_object(name, folder, key="task")
     try:
-        task = kind()
+        task: Task = kind()
     except Exception as error:
         raise RecipeError(f"task: {name}() failed: {describe_exception(error, folder)}") from error
     missing = [method for method in ("inputs", "loss") if not callable(getattr(task, method, None))]

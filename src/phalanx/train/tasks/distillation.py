@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.data import DataInfo
 from phalanx.errors import RecipeError
+from phalanx.recipe.locations import huggingface_directory, localize_named, name_recipe_key
 from phalanx.recipe.schema import DistillationConfig
-from phalanx.train.hf.inputs import get_logits
+from phalanx.run import Run
+from phalanx.train.hf import model as hf_model
+from phalanx.train.hf.inputs import get_logits, is_transformers_model
 from phalanx.train.ops.linear_cross_entropy import IGNORED_TARGET
 from phalanx.train.tasks import LanguageModeling, TensorBatch, add_auxiliary_loss
 from phalanx.train.tasks.grpo import sample_answers, split_sample
 
+TEACHER_KEY = "task.teacher"
 LEAST_LOG_PROB = -100.0
 """Stored for the rest of a distribution that has none, so that its product with a probability is a number."""
 
@@ -147,3 +153,26 @@ def compute_divergence(log_q: Tensor, log_p: Tensor, config: DistillationConfig)
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p, q) [n] of log-probabilities [n, v]."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def load_teacher(location: str, folder: Path | None, facts: DataInfo, device: torch.device) -> nn.Module:
+    """Load the model of a run's newest checkpoint, or of `hf:PATH`. Raises RecipeError if it has fewer tokens than the
+    data, or there is none."""
+    from phalanx.train.inference import load_trained_model
+
+    with name_recipe_key(TEACHER_KEY):
+        directory = huggingface_directory(location, folder, TEACHER_KEY)
+        if directory is not None:
+            model = hf_model.build_with_weights(directory, {}, facts, device)
+        else:
+            path = localize_named(location, folder, TEACHER_KEY)
+            if not path.is_dir():
+                raise RecipeError(f"{path}: no run here; expected a run, or hf:PATH of a Hugging Face directory")
+            model = load_trained_model(Run(path), None, False, device).model
+    num_tokens = getattr(model.config, "vocab_size", None) if is_transformers_model(model) else None
+    if isinstance(num_tokens, int) and facts.vocab_size is not None and num_tokens < facts.vocab_size:
+        raise RecipeError(
+            f"{TEACHER_KEY}: {location} has {num_tokens} tokens, and the data {facts.vocab_size}; a teacher must "
+            "have the student's tokens"
+        )
+    return model

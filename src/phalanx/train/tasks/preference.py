@@ -88,10 +88,8 @@ class Preference:
     def head_loss(self, hidden: Tensor, weight: Tensor, batch: TensorBatch) -> tuple[Tensor, Tensor]:
         """Compute the loss from the input of the output layer, hidden [b, s, w], and its weight [v, w], without
         materializing all logits."""
-        targets, vocabulary = batch["targets"], get_current_vocab_shard()
-        log_probs = linear_log_probs(
-            hidden.flatten(0, 1), weight, targets.flatten(), group=vocabulary.group, vocab_size=vocabulary.size
-        )
+        targets = batch["targets"]
+        log_probs = linear_log_probs(hidden.flatten(0, 1), weight, targets.flatten(), get_current_vocab_shard())
         return self._compute_loss(log_probs.view(targets.shape), batch)
 
     def metrics(self, output: Any, batch: TensorBatch) -> Mapping[str, tuple[Tensor, Tensor]]:

@@ -12,8 +12,7 @@ from phalanx.models import moe, transformer
 from phalanx.recipe.schema import AdapterConfig
 from phalanx.train.adapters.initial_values import init_from_weights
 from phalanx.train.adapters.lora import adapter_scale, add_adapters, merge_adapters
-from phalanx.train.adapters.names import is_adapter_name
-from phalanx.train.adapters.targets import describe_adapters, select_adapter_targets
+from phalanx.train.adapters.targets import describe_adapters, is_adapter_name, select_adapter_targets
 
 LAYERS = ("embedding", "first", "grouped", "head")
 

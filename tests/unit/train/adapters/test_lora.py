@@ -12,8 +12,12 @@ from phalanx.errors import RecipeError
 from phalanx.models import moe, transformer
 from phalanx.recipe.schema import AdapterConfig, OptimizerConfig
 from phalanx.train.adapters.lora import adapter_scale, add_adapters, merge_adapters
-from phalanx.train.adapters.names import is_adapter_name
-from phalanx.train.adapters.targets import describe_adapters, find_uncalled_adapters, select_adapter_targets
+from phalanx.train.adapters.targets import (
+    describe_adapters,
+    find_uncalled_adapters,
+    is_adapter_name,
+    select_adapter_targets,
+)
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing, apply_activation_checkpointing
 from phalanx.train.optim.container import OptimizerContainer, trainable_parameters
 

@@ -18,11 +18,18 @@ from phalanx.recipe import Recipe, check_recipe
 from phalanx.recipe.schema import AdapterConfig, ModelConfig, Parallelism
 from phalanx.train.adapters.initial_values import init_from_weights
 from phalanx.train.adapters.lora import adapter_scale, add_adapters, merge_adapters
-from phalanx.train.adapters.names import is_adapter_name
-from phalanx.train.adapters.nf4 import dequantize_nf4, quantize_nf4
-from phalanx.train.adapters.quantized_base import CODE_DTYPES, dequantize, quantize, quantize_layer, read_weight
+from phalanx.train.adapters.quantized_base import (
+    CODE_DTYPES,
+    dequantize,
+    dequantize_nf4,
+    quantize,
+    quantize_layer,
+    quantize_nf4,
+    read_weight,
+)
+from phalanx.train.adapters.targets import is_adapter_name
 from phalanx.train.checkpoint.export import export_huggingface
-from phalanx.train.checkpoint.init_weights import open_hf_weights
+from phalanx.train.checkpoint.load_plan import open_hf_weights
 from phalanx.train.distributed.mesh import make_single_worker_mesh
 from phalanx.train.distributed.meta_device import allocate_meta_parameters
 from phalanx.train.distributed.module_state import get_model_tensors

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.grad_sync.algorithms.base import CommContext
+from phalanx.train.grad_sync.algorithms import CommContext
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.buckets import QUANT_BLOCK_ELEMENTS
-from phalanx.train.grad_sync.compression.reduced_precision import Int8Compression, Int8Encoder, sum_dequantized
+from phalanx.train.grad_sync.compression import Int8Compression, Int8Encoder, sum_dequantized
 
 
 def exchange_of(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Any, Int8Compression]:
@@ -97,7 +97,7 @@ def test_pieces_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch, piec
     parts = torch.randn(3, 10 * QUANT_BLOCK_ELEMENTS, generator=generator)
 
     def encoded(most: int) -> list[Tensor]:
-        monkeypatch.setattr("phalanx.train.grad_sync.compression.reduced_precision.CPU_ENCODE_BLOCKS", most)
+        monkeypatch.setattr("phalanx.train.grad_sync.compression.CPU_ENCODE_BLOCKS", most)
         left, numbers = parts.clone(), torch.zeros(3, 10, QUANT_BLOCK_ELEMENTS, dtype=torch.int8)
         scales = torch.zeros(3, 10, 1)
         Int8Encoder(left, numbers, scales, torch.zeros(parts.numel())).encode()

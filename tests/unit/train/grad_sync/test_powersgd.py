@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.train.grad_sync.algorithms.base import CommContext
+from phalanx.train.grad_sync.algorithms import CommContext
 from phalanx.train.grad_sync.bucketed_reducer import BucketedReducer
 from phalanx.train.grad_sync.buckets import Bucket
-from phalanx.train.grad_sync.compression.powersgd import PowerSGDCompression, matrix_shape
+from phalanx.train.grad_sync.compression import PowerSGDCompression, matrix_shape
 
 
 class Counted:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.train.grad_sync.algorithms.deterministic_tree import TreeNode, count_merges_after, cover_range, sum_tree
+from phalanx.train.grad_sync.algorithms import TreeNode, count_merges_after, cover_range, sum_tree
 
 seeded = settings(derandomize=True, deadline=None)
 

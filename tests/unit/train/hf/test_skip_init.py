@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.data import DataInfo
 from phalanx.recipe.schema import ModelConfig
-from phalanx.train.hf.skip_init import SkipInit
-from phalanx.train.model_builder import build_model
+from phalanx.train.model_builder import SkipInit, build_model
 
 FACTS = DataInfo("tokens", 64, None, 16, None)
 

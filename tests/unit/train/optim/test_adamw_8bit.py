@@ -8,9 +8,8 @@ from phalanx.train.optim.adamw_low_precision import (
     AdamW8bit,
     ParamOrigin,
     dequantize_blockwise,
+    make_dynamic_table,
     quantize_blockwise,
-    signed_table,
-    unsigned_table,
 )
 
 CPU = torch.device("cpu")
@@ -30,28 +29,28 @@ def there_and_back(x: Tensor, table: Tensor, chance: Tensor | float = 0.5) -> Te
 
 def test_gaussian_numbers_come_back_within_a_few_percent() -> None:
     x = normal(16, 1024)
-    error = there_and_back(x, signed_table(CPU)) - x
+    error = there_and_back(x, make_dynamic_table(True, CPU)) - x
     assert error.norm() / x.norm() < 0.02
-    assert there_and_back(x.square(), unsigned_table(CPU)).sub(x.square()).norm() / x.square().norm() < 0.02
+    assert there_and_back(x.square(), make_dynamic_table(False, CPU)).sub(x.square()).norm() / x.square().norm() < 0.02
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_of_a_block_is_exact_with_either_sign(sign: int) -> None:
     x = normal(1, 256) / 10
     x[0, 77] = sign * 3.3
-    assert there_and_back(x, signed_table(CPU), chances(x.shape))[0, 77] == x[0, 77]
+    assert there_and_back(x, make_dynamic_table(True, CPU), chances(x.shape))[0, 77] == x[0, 77]
 
 
 def test_quantising_again_changes_nothing() -> None:
     x = normal(8, 700)
-    for table, value in ((signed_table(CPU), x), (unsigned_table(CPU), x.square())):
+    for table, value in ((make_dynamic_table(True, CPU), x), (make_dynamic_table(False, CPU), x.square())):
         once = there_and_back(value, table, chances(x.shape))
         assert there_and_back(once, table, 0.5).equal(once)
 
 
 def test_rounding_is_right_on_average() -> None:
     x = normal(1, 256).abs()
-    mean = there_and_back(x.repeat(20000, 1), unsigned_table(CPU), chances(torch.Size([20000, 256]))).mean(0)
+    mean = there_and_back(x.repeat(20000, 1), make_dynamic_table(False, CPU), chances(torch.Size([20000, 256]))).mean(0)
     above_smallest = x[0] > 1e-4 * x.max()
     torch.testing.assert_close(mean[above_smallest], x[0][above_smallest], rtol=2e-3, atol=2e-3 * float(x.max()))
 
@@ -59,7 +58,7 @@ def test_rounding_is_right_on_average() -> None:
 def test_a_second_moment_above_zero_never_becomes_zero() -> None:
     x = torch.full((1, 256), 1e-12)
     x[0, 0], x[0, 1] = 1.0, 0.0
-    back = there_and_back(x, unsigned_table(CPU))
+    back = there_and_back(x, make_dynamic_table(False, CPU))
     assert back[0, 1] == 0
     assert (back[0, 2:] > 0).all()
 
@@ -69,8 +68,8 @@ def test_a_block_knows_nothing_of_its_neighbours() -> None:
     other = x.clone()
     other[0, 256:512] *= 1000
     other[1] *= 1000
-    codes, scale = quantize_blockwise(x, signed_table(CPU), 0.5)
-    changed, scale_of_changed = quantize_blockwise(other, signed_table(CPU), 0.5)
+    codes, scale = quantize_blockwise(x, make_dynamic_table(True, CPU), 0.5)
+    changed, scale_of_changed = quantize_blockwise(other, make_dynamic_table(True, CPU), 0.5)
     assert changed[0, :256].equal(codes[0, :256])
     assert changed[0, 512:].equal(codes[0, 512:])
     assert scale_of_changed[0, ::2].equal(scale[0, ::2])
@@ -79,7 +78,7 @@ def test_a_block_knows_nothing_of_its_neighbours() -> None:
 def test_not_a_number_does_not_hide() -> None:
     x = normal(1, 256)
     x[0, 3] = float("nan")
-    assert there_and_back(x, signed_table(CPU)).isnan().any()
+    assert there_and_back(x, make_dynamic_table(True, CPU)).isnan().any()
 
 
 def optimizer_for(*parameters: nn.Parameter, row: int = 0) -> AdamW8bit:

@@ -5,7 +5,6 @@ State that only one node holds is also replicated to the next node (`replication
 newest two copies are kept; one of them while the next is written. `restore.py` restores from copies.
 """
 
-import contextlib
 import secrets
 import shutil
 import threading
@@ -34,8 +33,7 @@ from phalanx.train.checkpoint.format import Bytes, rank_file_name
 from phalanx.train.checkpoint.in_memory.format import format_copy_name, prune_copies
 from phalanx.train.checkpoint.in_memory.replication import ReplicaPeers
 from phalanx.train.checkpoint.save import CheckpointSaver, OwnedTensors, SaveContext
-from phalanx.train.checkpoint.shard_file import RankRecord, write_record, write_with_checksums
-from phalanx.train.checkpoint.staging import ShardFileSpec
+from phalanx.train.checkpoint.shard_file import RankRecord, ShardFileSpec, write_record, write_with_checksums
 from phalanx.train.distributed.mesh import Mesh, rank_coordinates
 from phalanx.train.distributed.object_collectives import (
     NodeMap,
@@ -69,14 +67,12 @@ def find_available_bytes(folder: Path) -> int:
     """Return the bytes that copies may take in `folder`, including those of the copies that are there already."""
     available_bytes = shutil.disk_usage(folder).free
     if is_memory_backed(folder):
-        limit = read_cgroup_memory(Path("/"))
-        available = psutil.virtual_memory().available
-        available_bytes = min(
-            available_bytes, int(MAX_FREE_MEMORY_FRACTION * min(available, available if limit is None else limit))
-        )
+        limit, available = read_cgroup_memory(Path("/")), psutil.virtual_memory().available
+        available = available if limit is None else min(available, limit)
+        available_bytes = min(available_bytes, int(MAX_FREE_MEMORY_FRACTION * available))
     present = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             present += path.stat().st_size
     return available_bytes + present
 
@@ -86,11 +82,8 @@ def explain_missing_space(needs: Sequence[CopyNeeds], node_map: NodeMap) -> str:
     for node in range(node_map.num_nodes):
         ranks = node_map.ranks_on(node)
         own = sum(needs[rank].size_bytes for rank in ranks)
-        replica_bytes = sum(
-            each.size_bytes
-            for rank, each in enumerate(needs)
-            if each.is_exposed and node_map.replica_rank(rank) in ranks
-        )
+        exposed = [rank for rank, each in enumerate(needs) if each.is_exposed]
+        replica_bytes = sum(needs[rank].size_bytes for rank in exposed if node_map.replica_rank(rank) in ranks)
         available_bytes = min(needs[rank].available_bytes for rank in ranks)
         buffers = own if needs[ranks[0]].in_memory else 0
         needed = COPIES_PER_NODE * (own + replica_bytes) + buffers

@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
@@ -30,6 +30,7 @@ from phalanx.run.authentication import (
     receive_into,
     resolve_address,
 )
+from phalanx.storage.store import write_at
 from phalanx.train.checkpoint.format import CHUNK_BYTES, Bytes, CorruptCheckpointError
 from phalanx.train.checkpoint.in_memory.format import format_copy_name
 from phalanx.train.checkpoint.shard_file import RankRecord, decode_record, encode_record, write_record
@@ -59,8 +60,7 @@ def find_local_address(environment: Mapping[str, str] = os.environ) -> str:
     family, leader = resolve_address(environment.get("MASTER_ADDR", "127.0.0.1"))
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((leader, int(environment.get("MASTER_PORT", "9"))))
-        address: str = sock.getsockname()[0]  # connecting a UDP socket sends nothing
-        return address
+        return str(sock.getsockname()[0])  # connecting a UDP socket sends nothing
 
 
 class ReplicaServer:
@@ -118,8 +118,7 @@ class ReplicaServer:
         while not self._arrived.empty():
             self._arrived.get().close()
         for connection in self._connections:
-            with _shutting_down(connection):
-                pass
+            _shut_down(connection)
         for thread in self._threads:
             thread.join()
         for connection in self._connections:
@@ -128,7 +127,8 @@ class ReplicaServer:
     def _serve(self, connection: socket.socket, number: int) -> None:
         block = bytearray(CHUNK_BYTES)
         # On a closed connection or an invalid record, close this end too: the sender reports the failure.
-        with contextlib.suppress(ConnectionError, CorruptCheckpointError), _shutting_down(connection):
+        with contextlib.suppress(ConnectionError, CorruptCheckpointError), contextlib.ExitStack() as stack:
+            stack.callback(_shut_down, connection)
             while True:
                 (size,) = _LENGTH_PREFIX.unpack(receive_exactly(connection, _LENGTH_PREFIX.size))
                 if not 0 < size < _MAX_RECORD_BYTES:
@@ -167,7 +167,7 @@ class ReplicaServer:
                     problem = f"{file} was damaged on its way"
                     continue
                 try:
-                    _write_all(descriptor, view)
+                    write_at(descriptor, view, number * CHUNK_BYTES)
                 except OSError as error:
                     problem = f"{copy / file}: {error.strerror}"
         if not problem:
@@ -205,26 +205,16 @@ class ReplicaClient:
 
     def close(self) -> None:
         """Shut the connection down at once, even while another thread sends."""
-        with _shutting_down(self._socket):
-            pass
+        _shut_down(self._socket)
 
     def close_socket(self) -> None:
         """Close the socket after `close`, when no thread sends any more."""
         self._socket.close()
 
 
-@contextlib.contextmanager
-def _shutting_down(connection: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # it is shut down already
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _write_all(descriptor: int, block: memoryview) -> None:
-    while block:
-        block = block[os.write(descriptor, block) :]
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is shut down already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class ReplicaPeers:

@@ -25,11 +25,7 @@ from phalanx.train.distributed.pipeline.partition import (
     extract_stages,
     partition_stages,
 )
-from phalanx.train.distributed.pipeline.schedule import (
-    SPLIT_BACKWARD_SCHEDULES,
-    Pipeline,
-    assign_stage_owners,
-)
+from phalanx.train.distributed.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES, Pipeline, assign_stage_owners
 from phalanx.train.distributed.shard_spec import DimShard
 
 if TYPE_CHECKING:
@@ -132,17 +128,9 @@ def build_pipeline(
         dim_shards, partial_grads = dim_shards | new_dim_shards, partial_grads | new_partial_grads
         if loss_fn.lm_head is not None and vocab_group is not None:
             loss_fn.lm_head = replace(loss_fn.lm_head, group=vocab_group)
-    buffers_owned_elsewhere = _find_buffers_owned_elsewhere(
-        buffer_owners, own_stages, [stage.model for stage in stages.values()]
-    )
-    parallel_model = ParallelModel(
-        mesh,
-        tuple(stage.model for stage in stages.values()),
-        dim_shards,
-        frozenset(partial_grads),
-        tied_params,
-        buffers_owned_elsewhere,
-    )
+    models = tuple(stage.model for stage in stages.values())
+    owned_elsewhere = _find_buffers_owned_elsewhere(buffer_owners, own_stages, models)
+    parallel_model = ParallelModel(mesh, models, dim_shards, frozenset(partial_grads), tied_params, owned_elsewhere)
     pipeline = Pipeline(
         stages,
         partition.num_stages,

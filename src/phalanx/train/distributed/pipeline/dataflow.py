@@ -8,6 +8,7 @@ found. `partition.py` cuts the model.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,13 +138,14 @@ class _DataflowTracer:
         self._no_grad_params: set[str] = set()
         self._handles = []
         for index, module in enumerate(modules):
-            self._handles.append(module.register_forward_pre_hook(self._make_pre_hook(index), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._make_post_hook(index), with_kwargs=True))
+            begin, end = partial(self._begin_block, index), partial(self._end_block, index)
+            self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(end, with_kwargs=True))
         inside = {id(child) for module in modules for child in module.modules()}
         for module in model.modules():
             own = {names[id(p)] for p in module.parameters(recurse=False)}
             if own and id(module) not in inside:
-                self._handles.append(module.register_forward_hook(self._make_no_grad_hook(own)))
+                self._handles.append(module.register_forward_hook(partial(self._note_use_without_grad, own)))
         self._changed_buffers: set[str] = set()
         within = {id(buffer) for module in modules for buffer in module.buffers()}
         self._buffers = {name for name, buffer in model.named_buffers() if id(buffer) not in within}
@@ -192,33 +194,29 @@ class _DataflowTracer:
         now = {name: buffer for name, buffer in self._model.named_buffers() if name in self._buffers}
         self._changed_buffers |= set(find_changed_buffers(self._buffer_versions, now))
 
-    def _make_pre_hook(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if index != len(self._outputs):
-                raise RecipeError(
-                    f"parallelism.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
-                    f"cannot be cut; use parallelism.pipeline=1"
-                )
-            if index:
-                self._takes_previous_output.append(get_first_argument(args, kwargs) is self._last_output)
+    def _begin_block(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index != len(self._outputs):
+            raise RecipeError(
+                f"parallelism.pipeline: block {self._blocks[index]} runs out of order or more than once, so stages "
+                f"cannot be cut; use parallelism.pipeline=1"
+            )
+        if index:
+            self._takes_previous_output.append(get_first_argument(args, kwargs) is self._last_output)
 
-        return hook
-
-    def _make_post_hook(self, index: int) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            self._required_params.append(self._trace_graph(output) | self._block_params[index])
-            returned = _describe_output(output, get_first_argument(args, kwargs))
-            self._outputs.append(returned)
-            if returned.problem is not None:
-                return None
-            # New leaves replace the outputs, so that later blocks depend on them and not on what is before.
-            self._last_output = self._make_graph_source(output if returned.container_type is None else output[0], index)
-            if returned.container_type is None:
-                return self._last_output
-            others = map_tensors(tuple(output[1:]), lambda x: self._make_graph_source(x, -1 - index))
-            return returned.container_type((self._last_output, *others))
-
-        return hook
+    def _end_block(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        self._required_params.append(self._trace_graph(output) | self._block_params[index])
+        returned = _describe_output(output, get_first_argument(args, kwargs))
+        self._outputs.append(returned)
+        if returned.problem is not None:
+            return None
+        # New leaves replace the outputs, so that later blocks depend on them and not on what is before.
+        self._last_output = self._make_graph_source(output if returned.container_type is None else output[0], index)
+        if returned.container_type is None:
+            return self._last_output
+        others = map_tensors(tuple(output[1:]), lambda x: self._make_graph_source(x, -1 - index))
+        return returned.container_type((self._last_output, *others))
 
     def _make_graph_source(self, x: Tensor, mark: int) -> Tensor:
         source = x.detach()
@@ -228,12 +226,9 @@ class _DataflowTracer:
             self._graph_sources[edge.node] = mark
         return source
 
-    def _make_no_grad_hook(self, own: set[str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not any(x.requires_grad for x in iterate_tensors(output)):
-                self._no_grad_params.update(own)
-
-        return hook
+    def _note_use_without_grad(self, own: set[str], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not any(x.requires_grad for x in iterate_tensors(output)):
+            self._no_grad_params.update(own)
 
     def _trace_graph(self, outputs: Any) -> frozenset[str]:
         """Record the blocks with outputs at the ends of the graph of some tensors; return the parameters there."""

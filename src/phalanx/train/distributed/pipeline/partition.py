@@ -128,11 +128,8 @@ def assign_buffer_owners(model: nn.Module, partition: StagePartition) -> dict[st
     for stage in range(partition.num_stages):
         stage_param_names = partition.parameter_names(stage)
         needed = {id(parameter) for name, parameter in model.named_parameters() if name in stage_param_names}
-        left_out = {
-            id(m)
-            for part in _unneeded_modules(model, blocks, partition.dataflow.blocks, needed)
-            for m in part.modules()
-        }
+        unneeded = _unneeded_modules(model, blocks, partition.dataflow.blocks, needed)
+        left_out = {id(module) for part in unneeded for module in part.modules()}
         for name, module in named.items():
             if id(module) not in left_out:
                 stages_by_module[name].append(stage)

@@ -230,15 +230,13 @@ class _IndexedStage(PipelineStage):
 
 def _make_torch_schedule(schedule: str, stages: list[Any], micro_batches: int, loss: Callable[..., Tensor]) -> Any:
     """Make a schedule of torch. Losses are sums: gradients must not be divided by the number of micro-batches."""
-    if schedule == "gpipe":
-        return ScheduleGPipe(stages[0], micro_batches, loss, scale_grads=False)
-    if schedule == "1f1b":
-        return Schedule1F1B(stages[0], micro_batches, loss, scale_grads=False)
+    if schedule in ("gpipe", "1f1b"):
+        single = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+        return single(stages[0], micro_batches, loss, scale_grads=False)
     if schedule == "interleaved":
         return ScheduleInterleaved1F1B(stages, micro_batches, loss, scale_grads=False)
-    if len(stages) == 2:
-        return ScheduleZBVZeroBubble(stages, micro_batches, loss, scale_grads=False)
-    return ScheduleInterleavedZeroBubble(stages, micro_batches, loss, scale_grads=False)
+    zero_bubble = ScheduleZBVZeroBubble if len(stages) == 2 else ScheduleInterleavedZeroBubble
+    return zero_bubble(stages, micro_batches, loss, scale_grads=False)
 
 
 def _tensor_shapes(batch: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.run.directory import fsync_if_supported
-from phalanx.train.checkpoint.export_forms import run_gguf_converter
+from phalanx.train.checkpoint import run_gguf_converter
 
 GGUF_FORM, GGUF_FILE = "gguf", "model.gguf"
 CONVERTER_VARIABLE, CONVERTER_NAME = "PHALANX_GGUF_CONVERTER", "convert_hf_to_gguf.py"

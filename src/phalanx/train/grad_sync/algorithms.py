@@ -1,19 +1,116 @@
-"""Point-to-point messages, and the reduction tree and parameter server of FireCaffe (Iandola et al. 2016, sec. 5)."""
+"""Algorithms of gradient synchronization: their interface, and those that send point-to-point messages.
+
+An algorithm sums one bucket after another over the workers. A sum has up to two communication phases, with arithmetic
+before, between and after them. `start` starts the first as soon as backward has filled the bucket. `start_second_phase`
+runs when the first has arrived, while backward continues, and starts the second. `finish` runs at the end of the step.
+All workers run each phase over the buckets in the same order. The two phases use separate groups: how the phases of
+different buckets interleave depends on timing, but the operations of one group must have the same order on all workers.
+
+`BinomialTree` and `ParameterServer` are those of FireCaffe (Iandola et al. 2016, sec. 5). `DeterministicTree` adds the
+gradients of micro-batches in a fixed binary tree: the same bits for any number of workers (`determinism: elastic`). A
+node over leaves [first, last) splits off the largest power of two below its size as its left child. The tree depends
+only on the number of micro-batches, and not on which worker computes which. Each worker receives the tree nodes of its
+part of the bucket and adds them; then the sums are all-gathered (`P2PScatterGather`). If every worker has one node, as
+with powers of two, the bytes are those of a ring: 2 (n - 1)/n of the gradients.
+"""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.compat import all_gather_into
-from phalanx.train.grad_sync.algorithms.base import CommContext, DeferredWork, GradSyncAlgorithm, PendingWork, wait_for
 from phalanx.train.grad_sync.buckets import Bucket
 from phalanx.train.ops.collectives import Group
+
+
+class PendingWork(Protocol):
+    """An asynchronous operation, as torch.distributed returns it."""
+
+    def wait(self) -> object:
+        """Wait until it is complete; raises its error."""
+
+
+@dataclass(frozen=True)
+class DeferredWork:
+    """Work that is done by the thread that waits for it."""
+
+    wait: Callable[[], None]
+
+
+def wait_for(*pending: PendingWork | None) -> None:
+    """Wait for each operation, if there is one."""
+    for work in pending:
+        if work is not None:
+            work.wait()
+
+
+def start_all_reduce(tensor: Tensor, group: Group) -> PendingWork | None:
+    """Start to sum `tensor` over all workers."""
+    work: PendingWork | None = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+@dataclass(frozen=True)
+class CommContext:
+    """The communication context of an algorithm: `rank` of `world_size`, in `group` and `second_group`, two groups of
+    the same workers."""
+
+    rank: int
+    world_size: int
+    group: Group
+    second_group: Group
+    device: torch.device
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether to use threads, and point-to-point messages instead of collectives that need more CPU time."""
+        return self.device.type == "cpu"
+
+
+class GradSyncAlgorithm:
+    """Sums buckets.
+
+    `carries_metrics`: sums are plain fp32, so metric slots can be part of a bucket. `is_two_phase`: it has a second
+    phase, or does everything there. `uses_error_feedback`: buckets need a `residual` for what could not be sent yet.
+    `is_low_rank`: buckets also need `projection_bases`. `num_channels`: the number of buckets that may be in the same
+    phase at once; above 1 only if the algorithm can tell their messages from each other."""
+
+    carries_metrics = True
+    is_two_phase = True
+    uses_error_feedback = False
+    is_low_rank = False
+    num_channels = 1
+
+    def __init__(self, comm: CommContext, buckets: Sequence[Bucket]):
+        self._comm = comm
+
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Send what others need of bucket `bucket_index`, which is full."""
+        return None
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Process what the first phase received, and start the second."""
+        return None
+
+    def finish(self, bucket_index: int, bucket: Bucket) -> None:
+        """Process what the second phase received, and leave the sum in the bucket's buffer."""
+
+
+class AllReduceAlgorithm(GradSyncAlgorithm):
+    """One phase, which the library overlaps with backward automatically."""
+
+    is_two_phase = False
+
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        return start_all_reduce(bucket.buffer.flat, self._comm.group)
+
 
 P2PMessages = Iterable[tuple[int, Tensor]]
 """Ranks in the group, and the contiguous tensors to send to or receive from them."""
@@ -207,3 +304,100 @@ def _start_p2p_all_to_all(sent: Sequence[Tensor], received: Sequence[Tensor], co
                 pending.append(dist.isend(sent[receiver], group=comm.group, tag=ALL_TO_ALL_TAG, group_dst=receiver))
     received[comm.rank].copy_(sent[comm.rank])
     return DeferredWork(finish)
+
+
+TreeNode = tuple[int, int]
+"""Leaves [first, last)."""
+
+NodeValue = TypeVar("NodeValue")
+
+
+def split_point(node: TreeNode) -> int:
+    """Return the leaf at which an inner node splits into its two children."""
+    first, last = node
+    return first + (1 << ((last - first - 1).bit_length() - 1))
+
+
+def cover_range(num_micro_batches: int, first: int, last: int) -> list[TreeNode]:
+    """Return the smallest set of tree nodes that together cover exactly the leaves [first, last), in order."""
+
+    def visit(node: TreeNode) -> list[TreeNode]:
+        if node[1] <= first or last <= node[0]:
+            return []
+        if first <= node[0] and node[1] <= last:
+            return [node]
+        middle = split_point(node)
+        return visit((node[0], middle)) + visit((middle, node[1]))
+
+    return visit((0, num_micro_batches)) if first < last else []
+
+
+def count_merges_after(num_micro_batches: int, first: int, micro_batch_index: int) -> int:
+    """Return the number of merges of the two topmost nodes on a stack of finished nodes, once `micro_batch_index` is
+    pushed, on a worker that owns the leaves from `first`."""
+
+    def path(node: TreeNode, above: list[TreeNode]) -> list[TreeNode]:
+        if node[1] - node[0] == 1:
+            return above
+        middle = split_point(node)
+        return path((node[0], middle) if micro_batch_index < middle else (middle, node[1]), [*above, node])
+
+    return sum(1 for node in path((0, num_micro_batches), []) if node[0] >= first and node[1] == micro_batch_index + 1)
+
+
+def sum_tree(
+    num_micro_batches: int,
+    nodes: Sequence[TreeNode],
+    values: Sequence[NodeValue],
+    add: Callable[[NodeValue, NodeValue], NodeValue],
+) -> NodeValue:
+    """Evaluate the tree from the values of nodes that cover it."""
+    known = dict(zip(nodes, values, strict=True))
+
+    def visit(node: TreeNode) -> NodeValue:
+        if node in known:
+            return known[node]
+        middle = split_point(node)
+        return add(visit((node[0], middle)), visit((middle, node[1])))
+
+    return visit((0, num_micro_batches))
+
+
+class DeterministicTree(GradSyncAlgorithm):
+    """`tree_nodes_by_rank`: for each worker, the nodes of the tree over `num_micro_batches` that it has in
+    `bucket.tree_nodes`. Buffers are reused between steps, because the first use of memory is slow."""
+
+    carries_metrics = False
+    num_channels = P2P_CHANNELS
+
+    def __init__(self, comm: CommContext, num_micro_batches: int, tree_nodes_by_rank: Sequence[Sequence[TreeNode]]):
+        super().__init__(comm, ())
+        self._num_micro_batches = num_micro_batches
+        self._nodes = [node for nodes in tree_nodes_by_rank for node in nodes]
+        self._nodes_per_rank = [len(nodes) for nodes in tree_nodes_by_rank]
+        self._scatter_gather = P2PScatterGather(comm)
+        self._received: dict[int, Tensor] = {}
+        self._sent: dict[int, Tensor] = {}
+
+    def start(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Send each worker its part of every node on this worker."""
+        world_size = self._comm.world_size
+        nodes = bucket.tree_nodes
+        flat = bucket.buffer.flat
+        part = bucket.num_elements // world_size
+        if bucket_index not in self._received:
+            self._received[bucket_index] = flat.new_empty(part * len(self._nodes))
+            self._sent[bucket_index] = flat.new_empty(world_size, len(nodes), part if len(nodes) > 1 else 0)
+        sent = nodes[0].flat
+        if len(nodes) > 1:
+            parts = [node.flat.view(world_size, part) for node in nodes]
+            sent = torch.stack(parts, dim=1, out=self._sent[bucket_index])
+        send_counts = [len(nodes) * part] * world_size
+        recv_counts = [count * part for count in self._nodes_per_rank]
+        return self._scatter_gather.all_to_all(sent.view(-1), self._received[bucket_index], send_counts, recv_counts)
+
+    def start_second_phase(self, bucket_index: int, bucket: Bucket) -> PendingWork | None:
+        """Add the nodes of this worker's part, and start to gather the sums."""
+        values = list(self._received[bucket_index].view(len(self._nodes), -1))
+        own = sum_tree(self._num_micro_batches, self._nodes, values, lambda left, right: left.add_(right))
+        return self._scatter_gather.all_gather(bucket_index, own, bucket.buffer.flat)

@@ -1,1 +1,0 @@
-"""Algorithms of gradient synchronization, one per module."""

@@ -1,1 +1,0 @@
-"""Compression of gradients, with error feedback."""
