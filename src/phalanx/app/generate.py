@@ -12,9 +12,9 @@ from torch import nn
 
 from phalanx.app.evaluate import CheckpointSelection, ReportWarning, load_model
 from phalanx.data import DataInfo, Tokenizer
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat import ChatEncoder, ChatPlan, Prompt
 from phalanx.data.chat_template import Message, find_chat_template
+from phalanx.data.rows import BadRowError
 from phalanx.data.tokenizers import find_stop_tokens, load_run_tokenizer, load_tokenizer, show_control_token
 from phalanx.errors import DataError, UsageError
 from phalanx.recipe.data_schema import ChatConfig

@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.prepare_run import check_node, check_upload, find_machine
-from phalanx.app.resume import describe_finished
+from phalanx.app.resume import check_min_nodes, describe_finished
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster.discovery import find_local_gpu_ids
 from phalanx.deadline import Deadline

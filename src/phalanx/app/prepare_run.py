@@ -14,8 +14,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
-from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
+from phalanx.app.resume import (
+    FULL_DIVISION_KEY,
+    describe_all_changes,
+    load_resumed_recipe,
+    read_last_attempt,
+    restore_full_division,
+)
 from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig.choices import resume_recipe
 from phalanx.autoconfig.resolve import (
@@ -33,18 +38,17 @@ from phalanx.cluster.health.checks.host import nearest_existing
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
-from phalanx.data.bad_rows import count_skipped
 from phalanx.data.chat_template import MAX_TEMPLATE_BYTES
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
+from phalanx.data.rows import count_skipped
 from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
 from phalanx.planner.storage_costs import checkpoint_bytes_of
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
-from phalanx.recipe.batch_scaling import describe_batch_scaling
 from phalanx.recipe.checks import check_task, num_workers_for
 from phalanx.recipe.data_schema import list_sources
 from phalanx.recipe.devices import FP8_VARIABLE, check_device
@@ -59,6 +63,7 @@ from phalanx.recipe.locations import (
     pin_location,
 )
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import describe_batch_scaling
 from phalanx.run import Event, Run
 from phalanx.run.cache import check_cache_writable
 from phalanx.run.companions import (

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.elastic_world import ElasticWorld
 from phalanx.app.prepare_run import PreparedRun, create_run
-from phalanx.app.resume import read_last_attempt, read_last_step
+from phalanx.app.resume import ElasticWorld, read_last_attempt, read_last_step
 from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.autoconfig.micro_batch import next_smaller_micro_size

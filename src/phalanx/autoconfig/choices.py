@@ -14,7 +14,6 @@ from typing import Any
 from phalanx.errors import RecipeError
 from phalanx.formatting import BYTES_PER_MIB
 from phalanx.recipe import Recipe, ResolvedRecipe
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.diff import KEYS_FREE_ON_RESUME
 from phalanx.recipe.grad_sync_defaults import (
@@ -30,8 +29,8 @@ from phalanx.recipe.grad_sync_defaults import (
     overlaps_with_backward,
     start_key,
 )
-from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import find_batch_problems, find_parallelism_problems, list_divisors
 
 MIN_BF16_SPEEDUP = 1.2
 """bf16 is chosen when forward and backward of this model are faster than in fp32 by at least this factor."""

@@ -25,7 +25,7 @@ from phalanx.errors import RecipeError
 from phalanx.formatting import format_bytes
 from phalanx.recipe import Recipe
 from phalanx.recipe.devices import size_table_of
-from phalanx.recipe.parallelism_checks import stages_of
+from phalanx.recipe.work_division import stages_of
 
 
 def choose_memory(

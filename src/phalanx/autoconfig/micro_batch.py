@@ -11,10 +11,9 @@ from phalanx.autoconfig.choices import LOSS_MODES, num_data_parallel_groups, req
 from phalanx.errors import RecipeError
 from phalanx.planner.scenario import transport_of
 from phalanx.recipe import Recipe
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
-from phalanx.recipe.parallelism_checks import fitting, stages_of
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import fitting, list_divisors, stages_of
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
 """Ways of recomputing, the cheapest first."""

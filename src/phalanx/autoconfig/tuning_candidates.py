@@ -16,8 +16,8 @@ from phalanx.autoconfig.choices import num_data_parallel_groups, required_diviso
 from phalanx.autoconfig.micro_batch import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
 from phalanx.formatting import format_bytes
 from phalanx.recipe import ResolvedRecipe
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
+from phalanx.recipe.work_division import list_divisors
 
 MIN_SPEEDUP = 1.02
 """A gain below that is not worth another recipe: repeated runs of the same one differ by as much."""

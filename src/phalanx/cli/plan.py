@@ -99,7 +99,7 @@ def plan(
 
 
 def _print_fits(recipe: str, overrides: list[str], as_json: bool) -> None:
-    from phalanx.app.finetune_fits import find_fits
+    from phalanx.app.plan import find_fits
 
     run, bases = find_fits(recipe, overrides)
     if as_json:

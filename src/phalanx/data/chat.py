@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat_images import (
     ImageProcessor,
     count_images,
@@ -28,6 +27,7 @@ from phalanx.data.chat_images import (
 )
 from phalanx.data.chat_template import ChatTemplate, Message, RenderedChat, Span, TemplateRenderer
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
+from phalanx.data.rows import BadRowError
 from phalanx.data.text_records import encode_texts, margin_to_number
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError

@@ -17,7 +17,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from phalanx.data.bad_rows import BadRowError
+from phalanx.data.rows import BadRowError
 from phalanx.errors import DataError, RecipeError
 from phalanx.run.companions import CHAT_TEMPLATE_FILE
 from phalanx.safe_files import read_json, read_text

@@ -14,16 +14,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from phalanx.data.bad_rows import BadRowError, BadRows
 from phalanx.data.file_format import check_file_format, open_unpacked
 from phalanx.data.manifest import LABEL_BYTES
+from phalanx.data.rows import BadRowError, BadRows
 from phalanx.data.shard import ValueArray
 from phalanx.data.source_files import SourceFile, list_source_objects, localize_source, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.data.webdataset import is_packed, iterate_samples, read_label
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.std_streams import escape_control_chars
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 from phalanx.storage.url import is_url
 
 _IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}

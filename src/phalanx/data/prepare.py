@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from phalanx.cluster.discovery import count_free_cores
-from phalanx.data.bad_rows import BadRows, describe_skipped, write_skipped
 from phalanx.data.chat import ChatPlan
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import (
@@ -49,6 +48,7 @@ from phalanx.data.prepare_plan import (
     read_piece_file,
     write_piece_file,
 )
+from phalanx.data.rows import BadRows, describe_skipped, write_skipped
 from phalanx.data.stream import LOCK_FILE, StreamDescription, forget_stream_error
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S, Deadline

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.chat import ChatEncoder, ChatPlan
 from phalanx.data.chat_images import ImageProcessor, read_processor_files
 from phalanx.data.chat_template import NoChatTemplateError, join_contents, load_chat_template
@@ -30,6 +29,7 @@ from phalanx.data.manifest import (
     ShardEntry,
     narrowest_token_dtype,
 )
+from phalanx.data.rows import WHOLE_RECORD, BadRowError, BadRows, SkippedRows
 from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, localize_source, to_glob_list
 from phalanx.data.sources import (
@@ -40,7 +40,6 @@ from phalanx.data.sources import (
     split_parquet_file,
     split_source_file,
 )
-from phalanx.data.text_fields import WHOLE_RECORD
 from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,

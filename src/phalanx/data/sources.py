@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.bad_rows import RAISE_AT_BAD_ROW, BadRowError, BadRows
 from phalanx.data.file_format import (
     HEAD_BYTES,
     check_expansion,
@@ -25,13 +24,13 @@ from phalanx.data.file_format import (
     open_compressed,
     stream_size,
 )
+from phalanx.data.rows import RAISE_AT_BAD_ROW, BadRowError, BadRows, encode_field, find_column, parse_json
 from phalanx.data.source_files import SourceFile, find_files, to_glob_list
-from phalanx.data.text_fields import encode_field, find_column, parse_json
 from phalanx.data.webdataset import iterate_texts
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import StoreUnavailable
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 from phalanx.storage.url import is_url
 
 CHUNK_BYTES = 1 << 20

@@ -17,17 +17,21 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.formatting import format_bytes, format_duration, format_plural
 from phalanx.observe import metrics
-from phalanx.observe.energy_cost import CostSummary, EnergySummary, read_run_prices, summarize_cost, summarize_energy
-from phalanx.observe.event_messages import describe_straggler
 from phalanx.observe.goodput import (
     ETTR_DEFINITION,
+    CostSummary,
     DeviceTime,
+    EnergySummary,
     RunDurations,
     compute_device_time,
+    read_run_prices,
     split_work,
+    summarize_cost,
     summarize_durations,
+    summarize_energy,
 )
 from phalanx.observe.history import AttemptRecord, RunHistory, StepTable, as_float
+from phalanx.observe.progress import describe_straggler
 from phalanx.observe.run_info import RunInfo, int_or_none, read_run_info, recipe_and_losses
 from phalanx.run import Run
 from phalanx.run.directory import drop_malformed

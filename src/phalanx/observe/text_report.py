@@ -4,8 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from phalanx import formatting
-from phalanx.observe.energy_cost import JOULES_PER_KWH, CostSummary, EnergySummary
-from phalanx.observe.goodput import DeviceTime, FailureCost
+from phalanx.observe.goodput import JOULES_PER_KWH, CostSummary, DeviceTime, EnergySummary, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo

@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.batch_scaling import scale_batch_with_workers
 from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
 from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
-from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import (
     DistillationConfig,
     GradSyncConfig,
@@ -20,6 +18,7 @@ from phalanx.recipe.schema import (
     Recipe,
 )
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
+from phalanx.recipe.work_division import find_batch_problems, find_parallelism_problems, scale_batch_with_workers
 from phalanx.storage.url import is_url
 
 BUILT_IN_TASKS = {

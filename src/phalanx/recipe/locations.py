@@ -17,7 +17,7 @@ from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
 from phalanx.storage.cache import localize, localize_files
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.hub import pin_revision
-from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, StoredSteps
+from phalanx.storage.run_objects import CHECKPOINTS_NAME, StoredSteps
 from phalanx.storage.url import fixed_prefix, is_url, parse_url
 
 TOKENIZER_NAMES = (TOKENIZER_FILE, HF_CONFIG_FILE, *COMPANION_FILES)
