@@ -77,11 +77,10 @@ def split_work(history: RunHistory, attempt_weights: Sequence[float] | None = No
         index = attempt_index(save.time)
         if save.step >= attempts[index].last_step:
             final_stall_s += float(weights[index]) * save.stall_s
+    evaluations = history.evaluations if attempts else ()
     return WorkSplit(
         training_s=float(np.nansum(step_weights * steps.step_s)),
-        evaluation_s=sum(float(weights[attempt_index(each.time)]) * each.duration_s for each in history.evaluations)
-        if attempts
-        else 0.0,
+        evaluation_s=sum(float(weights[attempt_index(each.time)]) * each.duration_s for each in evaluations),
         data_wait_s=component_s("data_wait"),
         step_stall_s=component_s("checkpoint_stall"),
         final_stall_s=final_stall_s,
@@ -242,11 +241,8 @@ def compute_device_time(history: RunHistory) -> DeviceTime:
 
 def _attempt_seconds(attempt: AttemptRecord, next_attempt: AttemptRecord) -> float:
     """Seconds from its start to its end, or to the last thing that it did."""
-    return max(
-        0.0,
-        min(attempt.last_work_at if attempt.has_died else attempt.last_event_at, next_attempt.started_at)
-        - attempt.started_at,
-    )
+    ended_at = attempt.last_work_at if attempt.has_died else attempt.last_event_at
+    return max(0.0, min(ended_at, next_attempt.started_at) - attempt.started_at)
 
 
 def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCost]:
@@ -256,14 +252,15 @@ def _failure_costs(history: RunHistory, gaps: Sequence[float]) -> list[FailureCo
         if not before.has_died:
             continue
         fault_events = [one for one in history.of(WorkerFailure) if before.started_at <= one.time <= after.started_at]
-        t = fault_events[0].time if fault_events else before.last_work_at
+        time, description, detection_s = before.last_work_at, "no end was written", gap
+        if fault_events:
+            time, description = fault_events[0].time, f"rank {fault_events[0].rank}: {fault_events[0].what}"
+            detection_s = max(0.0, time - before.last_work_at)
         costs.append(
             FailureCost(
-                time=t,
-                description=f"rank {fault_events[0].rank}: {fault_events[0].what}"
-                if fault_events
-                else "no end was written",
-                detection_s=max(0.0, t - before.last_work_at) if fault_events else gap,
+                time=time,
+                description=description,
+                detection_s=detection_s,
                 wasted_s=before.world_size * after.wasted_s,
                 unavailable_s=before.world_size * gap,
                 startup_s=after.world_size * startup_seconds(after),
@@ -365,10 +362,10 @@ def compute_cost(device_s: float, energy_j: float | None, prices: Prices) -> flo
     return None
 
 
-def summarize_cost(
-    prices: Prices, device_s: float, energy_j: float | None, is_complete: bool, num_units: float
-) -> CostSummary:
-    """Summarize a run. `is_complete`: whether `energy_j` is that of all devices; else none is given for a million."""
+def summarize_cost(prices: Prices, device_s: float, energy: EnergySummary | None, num_units: float) -> CostSummary:
+    """Summarize a run. Where the energy is not that of all devices, none is given for a million."""
+    energy_j = None if energy is None else energy.energy_j
+    is_complete = energy is not None and energy.energy_j_per_step is not None
     site_kwh = None if energy_j is None else energy_j / JOULES_PER_KWH * prices.pue
     carbon_g = prices.carbon_g_per_kwh
     carbon_kg = None if site_kwh is None or carbon_g is None else site_kwh * carbon_g / 1e3

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from phalanx.errors import DataError, UsageError
 from phalanx.observe.compare import compare_runs, render_comparison_body
-from phalanx.observe.html_report.chart import Chart, render_chart_rows
+from phalanx.observe.html_report.page import Chart, render_chart_rows
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import describe_refusal

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 
 from phalanx import formatting
-from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
+from phalanx.observe.html_report.page import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
 from phalanx.serve.pages import render_each, render_rows, render_time
 from phalanx.telemetry.sample import DeviceSample, HostSample, NodeSample

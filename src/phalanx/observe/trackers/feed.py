@@ -36,17 +36,8 @@ from phalanx.observe.trackers.tracker import (
     set_library_defaults,
 )
 from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
-from phalanx.run import EventTail, Run
+from phalanx.run import EventTail, Run, event_types
 from phalanx.run.directory import write_json
-from phalanx.run.event_types import (
-    AttemptStarted,
-    CheckpointSaved,
-    EvaluationDone,
-    Event,
-    RunEnded,
-    StepDone,
-    WorkerFailure,
-)
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 from phalanx.std_streams import word_of
 
@@ -70,23 +61,23 @@ class StepRows:
         self.can_take_back = False
         """Whether steps that were sent and are done again are sent again."""
 
-    def add_event(self, event: Event) -> int | None:
+    def add_event(self, event: event_types.Event) -> int | None:
         """Count an event in. Returns the last step that is kept, if later ones are going to be done again."""
         kept_step = None
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, event_types.AttemptStarted):
             kept_step = self._start_attempt(event)
-        elif isinstance(event, StepDone):
+        elif isinstance(event, event_types.StepDone):
             kept_step = self._drop_rows_after(event.step - 1)
             self._add_row(event.step, event.time, self._step_metrics(event))
             self.newest_step, self.status = event.step, None
-        elif isinstance(event, EvaluationDone):
+        elif isinstance(event, event_types.EvaluationDone):
             self._add_evaluation(event)
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, event_types.CheckpointSaved):
             self.durable_step = max(self.durable_step, event.step)
-        elif isinstance(event, WorkerFailure):
+        elif isinstance(event, event_types.WorkerFailure):
             self.num_faults += 1
             self.last_fault = event.message
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, event_types.RunEnded):
             self.status = event.status
         return kept_step
 
@@ -125,7 +116,7 @@ class StepRows:
         tags = {"status": self.status or "running", "restarts": str(self.num_restarts), "faults": str(self.num_faults)}
         return {**tags, "last_fault": self.last_fault} if self.last_fault else tags
 
-    def _start_attempt(self, event: AttemptStarted) -> int | None:
+    def _start_attempt(self, event: event_types.AttemptStarted) -> int | None:
         self._world_size, self.status = event.world_size, None
         if event.attempt:
             self.num_restarts += 1
@@ -143,7 +134,7 @@ class StepRows:
             self.sent_step = min(self.sent_step, kept_step)
         return kept_step
 
-    def _add_evaluation(self, event: EvaluationDone) -> None:
+    def _add_evaluation(self, event: event_types.EvaluationDone) -> None:
         """Add an evaluation. A restart may repeat one that was sent: it has the same result."""
         if event.step <= self._evaluated_step and event.step not in self._rows:
             return
@@ -159,7 +150,7 @@ class StepRows:
         row = self._rows.get(step)
         self._rows[step] = replace(row, metrics=row.metrics | metrics) if row else MetricRow(step, time, metrics)
 
-    def _step_metrics(self, event: StepDone) -> dict[str, float]:
+    def _step_metrics(self, event: event_types.StepDone) -> dict[str, float]:
         metrics = {"train/loss": math.nan if event.loss is None else event.loss, "train/lr": event.lr}
         if event.grad_norm is not None:
             metrics["train/grad_norm"] = event.grad_norm
@@ -245,7 +236,7 @@ class TrackerFeed:
         self._write_state(replace(state, remote_id=self._tracker.remote_id))
         self._is_open = True
 
-    def _add_event(self, event: Event) -> None:
+    def _add_event(self, event: event_types.Event) -> None:
         self._num_events += 1
         is_new = self._num_events > self.state.num_events  # else an earlier process has sent its effects
         self.rows.can_take_back = is_new and self._tracker.supersedes
@@ -291,11 +282,8 @@ def lock_feed(run: Run, name: str, timeout_s: float = 0.0) -> Iterator[None]:
     """Exclude other processes that send this run to this tracker. UsageError where there is one after `timeout_s`. On a
     file system without locks none is excluded."""
     try:
-        fd = os.open(
-            make_own_folder(run.trackers) / f"{name}.lock",
-            os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o644,
-        )
+        path = make_own_folder(run.trackers) / f"{name}.lock"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DataError(f"{run.trackers}: cannot be written: {error.strerror}") from None
     try:
