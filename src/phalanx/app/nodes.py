@@ -41,17 +41,16 @@ def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv, last_call_
         server = None
         if node_env.leader_address is not None:
             server = stack.enter_context(ControlServer(node_env.leader_address, token))
-        node_group = stack.enter_context(
-            NodeGroup(
-                local_node,
-                node_env.num_nodes,
-                server,
-                node_env.min_nodes,
-                node_env.node_rank,
-                node_env.num_expected,
-                TAKEOVER_LAST_CALL_S if node_env.took_over else last_call_s,
-            )
+        group = NodeGroup(
+            local_node,
+            node_env.num_nodes,
+            server,
+            node_env.min_nodes,
+            node_env.node_rank,
+            node_env.num_expected,
+            TAKEOVER_LAST_CALL_S if node_env.took_over else last_call_s,
         )
+        node_group = stack.enter_context(group)
         try:
             yield node_group
         except PhalanxError as error:

@@ -15,16 +15,7 @@ from phalanx.cluster.catalog import find_accelerator
 from phalanx.cluster.load import CLUSTER_VARIABLE
 from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB
-from phalanx.planner.finetune_memory import (
-    ALL_LINEAR,
-    BYTES_PER_LOGIT,
-    PHALANX_STACK,
-    BaseDtype,
-    DecoderSizes,
-    FineTuning,
-    estimate_finetune_memory,
-    find_longest_sequence,
-)
+from phalanx.planner import finetune_memory
 from phalanx.planner.memory import USABLE_MEMORY_FRACTION
 from phalanx.planner.search import Candidate
 from phalanx.planner.state_memory import BYTES_PER_MOMENT
@@ -114,9 +105,9 @@ def _candidate_key(candidate: Candidate) -> tuple[Any, ...]:
     )
 
 
-GPUS = ("RTX 4090", "A100 SXM 40GB", "L40S", "H100 SXM", "H200 SXM")
-BASE_DTYPES: tuple[BaseDtype, ...] = ("fp32", "int8", "nf4")
-LAYER_NAMES = {f"{name}_proj": name for name in ALL_LINEAR}
+GPU_NAMES = ("RTX 4090", "A100 SXM 40GB", "L40S", "H100 SXM", "H200 SXM")
+BASE_DTYPES: tuple[finetune_memory.BaseDtype, ...] = ("fp32", "int8", "nf4")
+LAYER_NAMES = {f"{name}_proj": name for name in finetune_memory.ALL_LINEAR}
 UNGATED_MODEL_TYPES = ("phi", "starcoder2")
 """Models of which an MLP has two layers, not three."""
 
@@ -125,12 +116,12 @@ UNGATED_MODEL_TYPES = ("phi", "starcoder2")
 class BaseFit:
     """A format of the frozen base: bytes of all weights, and by GPU the longest sequence in tokens, 0 for none."""
 
-    base_dtype: BaseDtype
+    base_dtype: finetune_memory.BaseDtype
     weight_bytes: float
     max_seq_len: dict[str, int]
 
 
-def find_fits(path: Path | str, overrides: Sequence[str]) -> tuple[FineTuning, list[BaseFit]]:
+def find_fits(path: Path | str, overrides: Sequence[str]) -> tuple[finetune_memory.FineTuning, list[BaseFit]]:
     """Return the run of a recipe file, and what fits of it in a micro-batch of 1 by format of the base.
 
     Raises RecipeError where config.json is not that of a decoder, UsageError where the recipe has no adapter.
@@ -138,20 +129,22 @@ def find_fits(path: Path | str, overrides: Sequence[str]) -> tuple[FineTuning, l
     loaded = load_recipe(path, overrides)
     with loaded.locate_errors():
         run = _describe_run(loaded.recipe, loaded.recipe_dir)
-    gpus = {f"{name} {gib:g} GiB": gib for name in GPUS for gib in (find_accelerator(name).memory_gib,)}
+    gpus = {f"{name} {gib:g} GiB": gib for name in GPU_NAMES for gib in (find_accelerator(name).memory_gib,)}
     fits = []
     for other in (replace(run, base_dtype=dtype) for dtype in BASE_DTYPES):
         usable_bytes = {name: gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION for name, gib in gpus.items()}
-        lengths = {name: find_longest_sequence(other, capacity) for name, capacity in usable_bytes.items()}
-        fits.append(BaseFit(other.base_dtype, estimate_finetune_memory(other).parameters, lengths))
+        lengths = {
+            name: finetune_memory.find_longest_sequence(other, capacity) for name, capacity in usable_bytes.items()
+        }
+        fits.append(BaseFit(other.base_dtype, finetune_memory.estimate_finetune_memory(other).parameters, lengths))
     return run, fits
 
 
-def _describe_run(recipe: Recipe, recipe_dir: Path) -> FineTuning:
+def _describe_run(recipe: Recipe, recipe_dir: Path) -> finetune_memory.FineTuning:
     if (adapter := recipe.adapter) is None:
         raise UsageError("--fits: the recipe trains all weights; expected an adapter, such as adapter={rank: 8}")
     checkpointing, loss = recipe.memory.activation_checkpointing, "fused" if recipe.memory.chunked_loss else "kernel"
-    return FineTuning(
+    return finetune_memory.FineTuning(
         sizes=_read_decoder_sizes(recipe, recipe_dir),
         seq_len=recipe.data.seq_len,
         base_dtype=adapter.base_dtype or "fp32",
@@ -160,7 +153,7 @@ def _describe_run(recipe: Recipe, recipe_dir: Path) -> FineTuning:
         adapter_dropout=adapter.dropout > 0,
         bytes_per_moment=0.0 if recipe.optimizer.offload else BYTES_PER_MOMENT[recipe.optimizer.state_dtype],
         checkpointing="full" if checkpointing == "auto" else checkpointing,
-        stack=replace(PHALANX_STACK, bytes_per_logit=BYTES_PER_LOGIT[loss]),
+        stack=replace(finetune_memory.PHALANX_STACK, bytes_per_logit=finetune_memory.BYTES_PER_LOGIT[loss]),
     )
 
 
@@ -173,7 +166,7 @@ def _match_layers(adapter: AdapterConfig) -> frozenset[str]:
     return frozenset(LAYER_NAMES[name] for name in names)
 
 
-def _read_decoder_sizes(recipe: Recipe, recipe_dir: Path) -> DecoderSizes:
+def _read_decoder_sizes(recipe: Recipe, recipe_dir: Path) -> finetune_memory.DecoderSizes:
     location = huggingface_location(recipe.model.build)
     if location is None:
         raise RecipeError(f"model.build: found {recipe.model.build}; --fits reads the config.json of hf:PATH")
@@ -188,7 +181,7 @@ def _read_decoder_sizes(recipe: Recipe, recipe_dir: Path) -> DecoderSizes:
     model_type = values.get("model_type", "")
     try:
         hidden_size, num_heads = values["hidden_size"], values["num_attention_heads"]
-        return DecoderSizes(
+        return finetune_memory.DecoderSizes(
             num_layers=values["num_hidden_layers"],
             hidden_size=hidden_size,
             num_heads=num_heads,

@@ -90,12 +90,8 @@ def describe_all_changes(run: Run, given: Recipe, old: ResolvedRecipe, new: Reso
         lost = [f"{run.resolved} is missing; the run resumes with the recipe in its newest checkpoint"]
     elif not run.recipe.is_file():
         lost = [f"{run.recipe} is missing; the run resumes with {run.resolved.name}"]
-    return [
-        *describe_resume(old, new),
-        *describe_kept_batch(given, new, new.parallelism.world),
-        *lost,
-        *run.describe_damage(),
-    ]
+    kept_batch = describe_kept_batch(given, new, new.parallelism.world)
+    return [*describe_resume(old, new), *kept_batch, *lost, *run.describe_damage()]
 
 
 def load_previous_recipes(run: Run, given: Recipe) -> tuple[Recipe, ResolvedRecipe] | None:
@@ -170,10 +166,8 @@ def describe_resume(old: ResolvedRecipe, new: ResolvedRecipe) -> list[str]:
     if new.determinism == "elastic":
         one_replica = {"replicate": 1}
         if old.parallelism.model_copy(update=one_replica) != new.parallelism.model_copy(update=one_replica):
-            notes.append(
-                "the parallelism of a replica changed: the digest will differ by rounding, also under determinism: "
-                "elastic"
-            )
+            what = "the parallelism of a replica changed: the digest will differ by rounding"
+            notes.append(f"{what}, also under determinism: elastic")
     elif old.parallelism != new.parallelism and new.local_sgd is not None:
         notes.append(
             f"the number of workers changed under local_sgd.method = {new.local_sgd.method}: each resumes from the "

@@ -138,22 +138,13 @@ def make_framework_job(
         )
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
-    launch_command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "phalanx.jobs.frameworks.launcher",
-        framework,
-        str(nproc_per_node or 1),
-        "--",
-        *command,
-    ]
+    launcher = [sys.executable, "-P", "-m", "phalanx.jobs.frameworks.launcher"]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
     job_snapshot = None if snapshot is None else take_snapshot(snapshot, Path.cwd())
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
         name or (scripts[0] if scripts else framework),
-        launch_command,
+        [*launcher, framework, str(nproc_per_node or 1), "--", *command],
         snapshot=job_snapshot,
         workers_per_node=nproc_per_node,
         **job_fields,

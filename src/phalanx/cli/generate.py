@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.options import (
-    BestOption,
-    DeviceOption,
-    JsonOption,
-    ModelArgument,
-    SeedOption,
-    StepOption,
-    TemperatureOption,
-    TokensOption,
-    TopKOption,
-    TrustCodeOption,
-    print_warning,
-)
+from phalanx.cli import options
 from phalanx.errors import UsageError
 from phalanx.std_streams import escape_control_chars
 
@@ -28,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: ModelArgument,
+    model: options.ModelArgument,
     prompt: Annotated[
         str,
         typer.Option(
@@ -44,18 +32,18 @@ def generate(
     show_prompt: Annotated[
         bool, typer.Option("--show-prompt", help="Print the prompt as the template renders it.")
     ] = False,
-    tokens: TokensOption = 300,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = None,
-    seed: SeedOption = 0,
+    tokens: options.TokensOption = 300,
+    temperature: options.TemperatureOption = 0.8,
+    top_k: options.TopKOption = None,
+    seed: options.SeedOption = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue behind the end of a text, which is shown in brackets.")
     ] = False,
-    step: StepOption = None,
-    best: BestOption = False,
-    trust_code: TrustCodeOption = False,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
+    step: options.StepOption = None,
+    best: options.BestOption = False,
+    trust_code: options.TrustCodeOption = False,
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Generate text with a language model: continue a text, or answer a message.
 
@@ -64,18 +52,14 @@ def generate(
     from phalanx.app.evaluate import CheckpointSelection
     from phalanx.app.generate import SamplingOptions, generate_text, load_text_model
 
-    text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, print_warning)
+    text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, options.print_warning)
     answers = text_model.chat is not None and not raw
-    encoded = (
-        text_model.encode_messages([{"role": "user", "content": prompt}]) if answers else text_model.encode_text(prompt)
-    )
+    message = {"role": "user", "content": prompt}
+    encoded = text_model.encode_messages([message]) if answers else text_model.encode_text(prompt)
     ends: list[tuple[str, int]] = []
+    sampling = SamplingOptions(tokens, temperature, top_k, seed)
     pieces = generate_text(
-        text_model,
-        encoded,
-        SamplingOptions(tokens, temperature, top_k, seed),
-        ignore_end=ignore_eos,
-        report_end=lambda name, count: ends.append((name, count)),
+        text_model, encoded, sampling, ignore_end=ignore_eos, report_end=lambda name, num: ends.append((name, num))
     )
     if as_json:
         text = "".join(pieces)
@@ -94,16 +78,16 @@ def generate(
 
 
 def chat(
-    model: ModelArgument,
+    model: options.ModelArgument,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.", show_default="none")] = None,
-    tokens: TokensOption = 1000,
-    temperature: TemperatureOption = 0.8,
-    top_k: TopKOption = None,
-    seed: SeedOption = 0,
-    step: StepOption = None,
-    best: BestOption = False,
-    trust_code: TrustCodeOption = False,
-    device: DeviceOption = None,
+    tokens: options.TokensOption = 1000,
+    temperature: options.TemperatureOption = 0.8,
+    top_k: options.TopKOption = None,
+    seed: options.SeedOption = 0,
+    step: options.StepOption = None,
+    best: options.BestOption = False,
+    trust_code: options.TrustCodeOption = False,
+    device: options.DeviceOption = None,
 ) -> None:
     """Talk with a model that has a chat template: after `task: chat`, or a Hugging Face directory.
 
@@ -113,7 +97,7 @@ def chat(
     from phalanx.app.evaluate import CheckpointSelection
     from phalanx.app.generate import SamplingOptions, answer_dialogue, fit_dialogue, load_text_model
 
-    text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, print_warning)
+    text_model = load_text_model(model, CheckpointSelection(step, best, trust_code), device, options.print_warning)
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     # a template that refuses messages, or is missing, is reported before anything is typed
     text_model.encode_messages([*first, {"role": "user", "content": "-"}])

@@ -8,6 +8,7 @@ batch and its learning rate, since both change the mathematics, and the order of
 import math
 from collections.abc import Iterator
 
+from phalanx.formatting import format_plural
 from phalanx.recipe.schema import RECORDS_OF_TASKS, Parallelism, Recipe
 
 
@@ -29,15 +30,11 @@ def describe_batch_scaling(original: Recipe, resolved: Recipe, peak_lr: float) -
     allows."""
     notes, global_size, lr_scaling = [], resolved.batch.global_size, resolved.optimizer.lr_scaling
     if original.batch.global_size != global_size:
-        notes.append(
-            f"batch.global_size {original.batch.global_size} for each of {global_size // original.batch.global_size} "
-            f"workers: "
-            f"{global_size}"
-        )
+        own_size = original.batch.global_size
+        notes.append(f"batch.global_size {own_size} for each of {global_size // own_size} workers: {global_size}")
     if lr_scaling is not None and peak_lr != original.optimizer.lr:
-        when = (
-            f" at step {lr_scaling.warmup_steps}" if peak_lr > original.optimizer.lr and lr_scaling.warmup_steps else ""
-        )
+        rises = peak_lr > original.optimizer.lr and lr_scaling.warmup_steps
+        when = f" at step {lr_scaling.warmup_steps}" if rises else ""
         notes.append(
             f"optimizer.lr_scaling: {lr_scaling.rule}: learning rate {original.optimizer.lr:.3g} for "
             f"{lr_scaling.base_batch_size} samples, {peak_lr:.3g}{when} for {global_size}"
@@ -55,10 +52,8 @@ def describe_kept_batch(original: Recipe, resolved: Recipe, num_workers: int) ->
     if not original.batch.scale_with_workers or original.batch.global_size * num_workers == resolved.batch.global_size:
         return []
     initial_workers = resolved.batch.global_size // original.batch.global_size
-    return [
-        f"batch.global_size stays {resolved.batch.global_size}, as the run began on {initial_workers} "
-        f"{'worker' if initial_workers == 1 else 'workers'}: only another run can have another batch"
-    ]
+    began = f"as the run began on {format_plural(initial_workers, 'worker')}"
+    return [f"batch.global_size stays {resolved.batch.global_size}, {began}: only another run can have another batch"]
 
 
 def list_divisors(number: int) -> list[int]:
@@ -124,11 +119,8 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
             yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}"
     for name in ("context", "pipeline"):
         if getattr(parallelism, name) > 1 and recipe.task_kind in ("preference", "distillation"):
-            why = (
-                "its losses are of whole sequences"
-                if recipe.task_kind == "preference"
-                else "the teacher is not divided"
-            )
+            whole, undivided = "its losses are of whole sequences", "the teacher is not divided"
+            why = whole if recipe.task_kind == "preference" else undivided
             yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}: {why}"
     samples = recipe.task_kind == "grpo" or getattr(recipe.task, "on_policy", 0.0) > 0
     if samples and parallelism.world != parallelism.replicate:
@@ -184,14 +176,9 @@ def find_batch_problems(global_size: int, micro_size: int | str, num_groups: int
     elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
         samples_per_group = global_size // num_groups
         best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))
-        yield (
-            "batch.micro_size",
-            (
-                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = "
-                f"{micro_size * num_groups} does not divide "
-                f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
-            ),
-        )
+        problem = f"{micro_size} x {format_plural(num_groups, 'worker')} = {micro_size * num_groups} does not divide"
+        advice = f"the nearest micro-batch that does is {best}"
+        yield "batch.micro_size", f"{problem} batch.global_size = {global_size}; {advice}"
 
 
 def stages_of(layout: Parallelism) -> int:
