@@ -88,10 +88,9 @@ def describe_skipped(skipped: SkippedRows) -> str:
 
 def write_skipped(folder: Path, skipped: SkippedRows) -> None:
     """Write down what was skipped for a dataset."""
-    kinds = {
-        kind: {"count": count, "first": [*map(describe_place, places)]}
-        for kind, (count, places) in sorted(skipped.items())
-    }
+    kinds = {}
+    for kind, (count, places) in sorted(skipped.items()):
+        kinds[kind] = {"count": count, "first": [*map(describe_place, places)]}
     write_json(folder / SKIPPED_FILE, {"num_rows": sum(count for count, _ in skipped.values()), "kinds": kinds})
 
 
@@ -106,12 +105,12 @@ def count_skipped(folder: Path) -> int:
 
 WHOLE_RECORD = ""
 """The `text_field` of conversations: the record as JSON."""
-_STEP = re.compile(r"\[(\d+)\]|\.?([^.\[]+)")
+_FIELD_STEP = re.compile(r"\[(\d+)\]|\.?([^.\[]+)")
 
 
 def split_field(field: str) -> list[str | int]:
     """The names and numbers that lead to a nested field."""
-    return [name or int(number) for number, name in _STEP.findall(field)]
+    return [name or int(number) for number, name in _FIELD_STEP.findall(field)]
 
 
 def find_column(field: str, columns: Sequence[str], path: str) -> str:

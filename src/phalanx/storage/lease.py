@@ -78,9 +78,9 @@ class Lease:
                 break
             is_renewed = first_seen.setdefault(newest.key, newest.modified) != newest.modified
             if deadline is None:
-                deadline = Deadline(
-                    f"{self._url}: the lease of {holder}", max(timeout_s, 2 * LEASE_S), self._report, self._clock
-                )
+                what = f"{self._url}: the lease of {holder}"
+                limit_s = max(timeout_s, 2 * LEASE_S)
+                deadline = Deadline(what, limit_s, self._report, self._clock)
                 deadline.announce()
             if deadline.check_expired() or (is_renewed and deadline.waited_s >= timeout_s):
                 raise UsageError(

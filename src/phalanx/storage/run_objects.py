@@ -38,7 +38,7 @@ from phalanx.std_streams import word_of
 from phalanx.storage.cache import lock_download
 from phalanx.storage.errors import NotFound, ObjectExists
 from phalanx.storage.lease import LeaseLostError
-from phalanx.storage.store import PARALLEL_REQUESTS, PROBE, RANGE_BYTES, ObjectInfo, check_writable, open_store
+from phalanx.storage.store import PARALLEL_REQUESTS, PROBE_PREFIX, RANGE_BYTES, ObjectInfo, check_writable, open_store
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
 BLOCK_BYTES = 16 << 20
@@ -180,10 +180,9 @@ class RunObjects:
         run_id = self._read_run_id()
         if run_id is None:
             names, objects = self.store.list_names(self.url.key)
-            found = [self._name_of(each) for each in objects if not self._name_of(each).startswith(PROBE)]
-            found += [
-                name for name in names if self.url.scheme != "file" or self._list(name)
-            ]  # a directory may be empty
+            found = [self._name_of(each) for each in objects if not self._name_of(each).startswith(PROBE_PREFIX)]
+            # a directory may be empty
+            found += [name for name in names if self.url.scheme != "file" or self._list(name)]
             if found:
                 raise UsageError(
                     f"{self.url}: cannot create a run here: it is not a run and holds other objects, such as "

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE = ".probe-"
+PROBE_PREFIX = ".probe-"
 """How the name of an object begins that `check_writable` writes."""
 RANGE_BYTES = 8 << 20
 """Bytes of one request of a large read or upload."""
@@ -228,7 +228,7 @@ def check_writable(url: StoreUrl) -> None:
     """Raise UsageError where no objects can be written below `url`: write a small one and remove it."""
     if url.scheme in ("hf", "http", "https"):
         raise UsageError(f"{url}: nothing can be written there; expected an s3://, gs:// or az:// URL")
-    store, probe = open_store(url), f"{PROBE}{secrets.token_hex(8)}"
+    store, probe = open_store(url), f"{PROBE_PREFIX}{secrets.token_hex(8)}"
     try:
         store.write((url / probe).key, b"")
         store.delete([(url / probe).key])
