@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx.autoconfig import resolve
+from phalanx.autoconfig import trial_names
 from process_worlds import ProcessWorlds
 from train_harness import TrainHarness
 
@@ -73,7 +73,7 @@ def _trials_are_kept() -> Iterator[None]:
     """Runs of tests keep the times of their trials however busy the machine is: the other process of pytest is, and no
     test looks at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolve, "MAX_OTHER_LOAD", math.inf)
+        patch.setattr(trial_names, "MAX_OTHER_LOAD", math.inf)
         yield
 
 

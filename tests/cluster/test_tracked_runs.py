@@ -167,7 +167,7 @@ def test_a_signal_for_all_processes_of_a_job_does_not_end_a_tracker_before_the_r
         growing.start().train(1, 5)
         wait_until(lambda: sent_step(growing.run, "tensorboard") == 5)
         children = psutil.Process().children()
-        (process,) = [each for each in children if "phalanx.observe.trackers.process" in each.cmdline()]
+        (process,) = [each for each in children if "phalanx.observe.trackers.feed" in each.cmdline()]
         process.send_signal(signal.SIGTERM)
         growing.train(6, 9).end(9)
     assert [step for step, _ in read_tensorboard(growing.run, "train/loss")] == list(range(1, 10))

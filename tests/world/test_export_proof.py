@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 import train_harness
 from chat_inputs import save_chat_model, write_chat_inputs
 from phalanx.app import export, export_proof
-from phalanx.app.export_record import find_license
+from phalanx.app.export import find_license
 from phalanx.cli import main
 from phalanx.cli.checkpoint import app
 from phalanx.data.tokenizers import train_bpe_tokenizer

@@ -138,7 +138,7 @@ def test_a_store_that_does_not_answer_ends_the_restore_on_all_workers(world: Pro
 
 def refused(rank: int, world: int, *, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.storage.stored_checkpoints.StoredSteps.steps", fail)
+        patch.setattr("phalanx.storage.run_objects.StoredSteps.steps", fail)
         try:
             restored(rank, world, bucket=f"{folder}/bucket", folder=folder, nodes=2, shared=False)
         except OSError as error:

@@ -116,8 +116,7 @@ def run_rank(payload: dict[str, Any]) -> None:
         module, _, name = payload["function"].partition(":")
         result = getattr(importlib.import_module(module), name)(payload["payload"])
         if dist_env.is_rank_zero:
-            AgentReporter(int(os.environ["PHALANX_EVENTS_FD"]), dist_env.rank).send_control(
-                RankResult(rank=dist_env.rank, value=result)
-            )
+            reporter = AgentReporter(int(os.environ["PHALANX_EVENTS_FD"]), dist_env.rank)
+            reporter.send_control(RankResult(rank=dist_env.rank, value=result))
     finally:
         shut_down_process_group()

@@ -50,15 +50,8 @@ def make_run_shape(loaded: LoadedRecipe, nproc_per_node: int | None, num_nodes: 
     recipe = loaded.recipe
     _, world_size = check_start(loaded, count_workers(loaded, nproc_per_node, NodeEnv(num_nodes=num_nodes)))
     checkpoint = recipe.checkpoint
-    return RunShape(
-        recipe.steps,
-        checkpoint.every,
-        checkpoint.keep,
-        recipe.fault_tolerance.max_restarts,
-        world_size,
-        num_nodes,
-        uses_queue,
-    )
+    max_restarts = recipe.fault_tolerance.max_restarts
+    return RunShape(recipe.steps, checkpoint.every, checkpoint.keep, max_restarts, world_size, num_nodes, uses_queue)
 
 
 def find_baseline_run(path: str, loaded: LoadedRecipe, run_shape: RunShape) -> Run:
@@ -101,13 +94,8 @@ class ChaosExperiment:
             try:
                 if baseline_run is None:
                     baseline_run = Run(self.folder / "baseline")
-                    train_baseline(
-                        baseline_run,
-                        self._arguments(baseline_run, self.run_shape.world_size),
-                        environment,
-                        self.folder / "baseline.log",
-                        tag,
-                    )
+                    arguments = self._arguments(baseline_run, self.run_shape.world_size)
+                    train_baseline(baseline_run, arguments, environment, self.folder / "baseline.log", tag)
                 typical = measure_durations(read_events(baseline_run.events))
                 self.on_baseline(baseline_run)
                 return self._run_with_faults(baseline_run, typical, tag, scratch, environment)
@@ -129,9 +117,9 @@ class ChaosExperiment:
         if self.run_shape.uses_queue:
             launcher = chaos_launcher.QueueLauncher(arguments, environment, scratch / "state", log)
         else:
-            launcher = chaos_launcher.LocalLauncher(
-                ["train", *arguments], environment, log, monitor, self.run_shape.num_nodes
-            )
+            train = ["train", *arguments]
+            num_nodes = self.run_shape.num_nodes
+            launcher = chaos_launcher.LocalLauncher(train, environment, log, monitor, num_nodes)
         injected: list[InjectedFault] = []
         leftovers: list[str] = []
 
@@ -143,13 +131,8 @@ class ChaosExperiment:
             leftovers.extend(verify.find_leftovers(run, tag, scratch, shared_memory, launcher.list_leftovers))
 
         shared_memory, started_at = verify.list_shared_memory(), time.monotonic()
-        outcome = verify.run_with_faults(
-            launcher,
-            FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons),
-            self.fault_plan,
-            self.on_restart,
-            on_finish,
-        )
+        context = FaultContext(monitor, typical, tag, on_injected, launcher.find_daemons)
+        outcome = verify.run_with_faults(launcher, context, self.fault_plan, self.on_restart, on_finish)
         duration_s = time.monotonic() - started_at
         digest = (baseline_run.read_json(baseline_run.result) or {})["digest"]
         reasons = verify.verify_run(
@@ -172,10 +155,9 @@ def train_baseline(run: Run, arguments: Sequence[str], environment: dict[str, st
         return
     output = log.read_text(errors="replace").strip().splitlines()
     lines = [line for line in output if line.startswith("error: ")] or output or ["no output"]
-    error = PhalanxError(f"the run fails without faults: {outcome.hang or lines[-1].removeprefix('error: ')}")
-    known = {int(code) for code in ExitCode} - {0}
-    error.code = ExitCode(outcome.exit_code) if outcome.exit_code in known else ExitCode.GAVE_UP
-    raise error
+    code = {int(code): code for code in ExitCode if code is not ExitCode.DONE}.get(outcome.exit_code or 0)
+    why = outcome.hang or lines[-1].removeprefix("error: ")
+    raise PhalanxError(f"the run fails without faults: {why}", code or ExitCode.GAVE_UP)
 
 
 def read_newest_digest(run: Run) -> str:

@@ -12,8 +12,8 @@ from phalanx.errors import DataError, UsageError
 from phalanx.run import Run
 from phalanx.safe_files import check_links
 from phalanx.storage.errors import NotFound
+from phalanx.storage.run_objects import split_checkpoint_url
 from phalanx.storage.store import check_writable
-from phalanx.storage.stored_checkpoints import split_checkpoint_url
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint.checkpoint_store import CheckpointStore, find_best_step, remove_stored
 from phalanx.train.checkpoint.digest import digest_checkpoint as digest_checkpoint

@@ -59,20 +59,17 @@ def prepare_to(
     """Prepare a source, its paths relative to the working directory, as the dataset `out`: a directory, or a URL to
     which it is uploaded from the cache. UsageError where something is there, or nothing can be written. Returns whether
     the dataset is complete, which after one `part` of it may not be so."""
+    how: Any = {"num_workers": num_workers, "report_progress": report_progress}
     if part is not None:
         _check_parts_directory(out)
-        return prepare_part(
-            source, data, Path.cwd(), Path(out), part, num_workers=num_workers, report_progress=report_progress
-        )
+        return prepare_part(source, data, Path.cwd(), Path(out), part, **how)
     if is_url(out):
         url = parse_url(out)
         check_upload(url)
-        upload_dataset(
-            prepare_cached(source, data, Path.cwd(), report_progress=report_progress, num_workers=num_workers), url
-        )
+        upload_dataset(prepare_cached(source, data, Path.cwd(), **how), url)
         return True
     _check_is_new(out)
-    prepare_source(source, data, Path.cwd(), Path(out), num_workers=num_workers, report_progress=report_progress)
+    prepare_source(source, data, Path.cwd(), Path(out), **how)
     return True
 
 

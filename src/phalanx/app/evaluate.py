@@ -87,13 +87,9 @@ def score_model(
     trained: TrainedModel, task: Task, data: RunData, dist_env: DistEnv, max_samples: int
 ) -> EvaluationResult:
     """Score a model on at most `max_samples` of the validation set, in this process."""
-    result = evaluate(
-        LossModule(trained.model, LossFn(task, trained.recipe.precision, dist_env.device)),
-        data,
-        dist_env=dist_env,
-        mesh=make_single_worker_mesh(),
-        max_samples=max_samples,
-        micro_size=trained.recipe.batch.micro_size,
-    )
+    loss_module = LossModule(trained.model, LossFn(task, trained.recipe.precision, dist_env.device))
+    mesh = make_single_worker_mesh()
+    micro_size = trained.recipe.batch.micro_size
+    result = evaluate(loss_module, data, dist_env=dist_env, mesh=mesh, max_samples=max_samples, micro_size=micro_size)
     assert result is not None  # nothing asks it to stop
     return result

@@ -145,10 +145,8 @@ def prune_trained(
     plan.mask_model(trained.model)
     after = _compute_validation_loss(trained, data)
     shares = {"channel_importance": plan.channel_importance, "block_importance": plan.layer_importance}
-    found = (
-        f"{len(plan.channels[0])} of {plan.num_channels} channels, {plan.channel_importance:.1%} of the importance; "
-    )
-    found += f"{len(plan.layers)} of {plan.num_layers} blocks, {plan.layer_importance:.1%}: {list(plan.layers)}"
+    found = f"{len(plan.channels[0])} of {plan.num_channels} channels, {plan.channel_importance:.1%} of the importance"
+    found += f"; {len(plan.layers)} of {plan.num_layers} blocks, {plan.layer_importance:.1%}: {list(plan.layers)}"
     loss = f"validation loss {before:.4f} before, {after:.4f} after: {after / before - 1:+.1%}"
     losses = {"before": before, "after": after}
     return plan, [ProofCheck("kept", True, found, shares), ProofCheck("pruning", True, loss, losses)]

@@ -12,9 +12,9 @@ from torch import nn
 
 from phalanx.app.evaluate import CheckpointSelection, ReportWarning, load_model
 from phalanx.data import DataInfo, Tokenizer
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat import ChatEncoder, ChatPlan, Prompt
 from phalanx.data.chat_template import Message, find_chat_template
+from phalanx.data.rows import BadRowError
 from phalanx.data.tokenizers import find_stop_tokens, load_run_tokenizer, load_tokenizer, show_control_token
 from phalanx.errors import DataError, UsageError
 from phalanx.recipe.data_schema import ChatConfig
@@ -101,9 +101,8 @@ def _load_huggingface(location: str, directory: Path, device_name: str) -> TextM
     facts = DataInfo("tokens", tokenizer.vocab_size, None, None, None)
     model = build_with_weights(directory, {}, facts, device).eval()
     window = getattr(get_text_config(model.config), "max_position_embeddings", None) or sys.maxsize
-    text_model = TextModel(
-        location, model, tokenizer, window, device, _join_ends(tokenizer, find_stop_tokens(directory))
-    )
+    ends = _join_ends(tokenizer, find_stop_tokens(directory))
+    text_model = TextModel(location, model, tokenizer, window, device, ends)
     return _add_chat(text_model, directory, _today())
 
 
@@ -222,15 +221,12 @@ def answer_dialogue(
     """Yield the pieces of the assistant's next message, up to its end-of-turn token. `report_note` gets why it may
     lack something: the context was full, or the answer was cut."""
     if dialogue.num_dropped:
-        report_note(
-            f"The context of {text_model.window:,} tokens is full: {dialogue.num_dropped} old messages left out."
-        )
+        full = f"The context of {text_model.window:,} tokens is full"
+        report_note(f"{full}: {dialogue.num_dropped} old messages left out.")
     free = text_model.window - len(dialogue.prompt.tokens)
     sampling = replace(sampling, num_tokens=min(sampling.num_tokens, free))
     ends: list[str] = []
-    yield from generate_text(
-        text_model, dialogue.prompt, sampling, report_end=lambda name, num_tokens: ends.append(name)
-    )
+    yield from generate_text(text_model, dialogue.prompt, sampling, report_end=lambda name, _: ends.append(name))
     if not ends:
         cause = "the context is full" if sampling.num_tokens == free else "that is its limit"
         report_note(f"The answer was cut after {sampling.num_tokens} tokens: {cause}.")

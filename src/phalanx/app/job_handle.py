@@ -78,9 +78,9 @@ class JobHandle:
         """
         status = self.wait(timeout_s)
         if status.state is not JobState.DONE:
-            raise _make_error(
-                f"{format_status(status)}; see `phalanx jobs logs {self.id} --on {self.backend.name}`", status.exit_code
-            )
+            why = f"{format_status(status)}; see `phalanx jobs logs {self.id} --on {self.backend.name}`"
+            codes = {int(code): code for code in ExitCode if code is not ExitCode.DONE}
+            raise GaveUpError(why, codes.get(status.exit_code or 0))
         if not self.run.path.is_dir():
             raise DataError(f"{self.run.path}: not on this machine, and job {self.id} is done")
         run = Run(mirror_run(self.run.location))
@@ -135,13 +135,6 @@ def submit(
     assert job.run_dir is not None
     backend = open_backend(on)
     return JobHandle(backend.submit(backend.render(job)), backend, Run(job.run_dir))
-
-
-def _make_error(message: str, exit_code: int | None) -> GaveUpError:
-    error = GaveUpError(message)
-    if exit_code in set(ExitCode) - {ExitCode.DONE}:
-        error.code = ExitCode(exit_code)
-    return error
 
 
 def iter_log_lines(
@@ -210,7 +203,5 @@ def make_event_formatter(run: Run) -> Callable[[Event], list[str]]:
 
 def _format_end(status: JobStatus, backend: str) -> str:
     code = f", exit code {status.exit_code}" if status.exit_code else ""
-    more = (
-        "" if status.state is JobState.DONE else f"; `phalanx jobs logs {status.id} --on {backend} --raw` has the rest"
-    )
-    return f"job {status.id} {status.state}{code}{more}"
+    more = f"; `phalanx jobs logs {status.id} --on {backend} --raw` has the rest"
+    return f"job {status.id} {status.state}{code}{'' if status.state is JobState.DONE else more}"

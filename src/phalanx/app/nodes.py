@@ -5,9 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from phalanx.app.elastic_world import check_min_nodes
 from phalanx.app.prepare_run import check_node, check_upload, find_machine
-from phalanx.app.resume import describe_finished
+from phalanx.app.resume import check_min_nodes, describe_finished
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster.discovery import find_local_gpu_ids
 from phalanx.deadline import Deadline
@@ -42,17 +41,16 @@ def open_node_group(fork_server: ForkServerClient, node_env: NodeEnv, last_call_
         server = None
         if node_env.leader_address is not None:
             server = stack.enter_context(ControlServer(node_env.leader_address, token))
-        node_group = stack.enter_context(
-            NodeGroup(
-                local_node,
-                node_env.num_nodes,
-                server,
-                node_env.min_nodes,
-                node_env.node_rank,
-                node_env.num_expected,
-                TAKEOVER_LAST_CALL_S if node_env.took_over else last_call_s,
-            )
+        group = NodeGroup(
+            local_node,
+            node_env.num_nodes,
+            server,
+            node_env.min_nodes,
+            node_env.node_rank,
+            node_env.num_expected,
+            TAKEOVER_LAST_CALL_S if node_env.took_over else last_call_s,
         )
+        node_group = stack.enter_context(group)
         try:
             yield node_group
         except PhalanxError as error:

@@ -14,19 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.app.elastic_world import FULL_DIVISION_KEY, restore_full_division
-from phalanx.app.resume import describe_all_changes, load_resumed_recipe, read_last_attempt
+from phalanx.app import resume
 from phalanx.app.task_evaluations import check_tasks
 from phalanx.app.trackers import check_trackers
+from phalanx.autoconfig import resolve
 from phalanx.autoconfig.choices import resume_recipe
-from phalanx.autoconfig.resolve import (
-    SubprocessCall,
-    TrialTimes,
-    cache_trials,
-    describe_other_load,
-    make_trial_recipe,
-    resolve_auto,
-)
 from phalanx.autoconfig.trial_names import PARALLELISM_TRIAL
 from phalanx.cluster import Machine, collect_environment, discover_machine
 from phalanx.cluster.discovery import check_workers
@@ -34,19 +26,18 @@ from phalanx.cluster.health.checks.host import nearest_existing
 from phalanx.cluster.load import CLUSTER_VARIABLE, load_cluster
 from phalanx.cluster.spec import Prices
 from phalanx.data import PrepareProgress, RunData, is_dataset, open_data, prepare_all_sources
-from phalanx.data.bad_rows import BadRowError, count_skipped
 from phalanx.data.chat import ChatEncoder, ChatPlan
 from phalanx.data.chat_template import MAX_TEMPLATE_BYTES, find_chat_template
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, read_manifest
 from phalanx.data.reader import RESTORE_FILES_HINT
+from phalanx.data.rows import BadRowError, count_skipped
 from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens, load_run_tokenizer
 from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
 from phalanx.formatting import format_bytes, format_percent, format_plural
 from phalanx.planner.storage_costs import checkpoint_bytes_of
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
-from phalanx.recipe.batch_scaling import describe_batch_scaling
 from phalanx.recipe.checks import check_task, num_workers_for
 from phalanx.recipe.data_schema import ChatConfig, list_sources
 from phalanx.recipe.devices import FP8_VARIABLE, check_device
@@ -61,15 +52,9 @@ from phalanx.recipe.locations import (
     pin_location,
 )
 from phalanx.recipe.schema import Parallelism
-from phalanx.run import Event, Run
+from phalanx.recipe.work_division import describe_batch_scaling
+from phalanx.run import Event, Run, companions
 from phalanx.run.cache import check_cache_writable
-from phalanx.run.companions import (
-    CHAT_TEMPLATE_FILE,
-    GENERATION_CONFIG_FILE,
-    IMAGE_PROCESSOR_FILES,
-    keep_companions,
-    read_contained,
-)
 from phalanx.run.directory import check_run_path, write_atomic, write_json
 from phalanx.run.event_types import RecipeResolved, RunWarning
 from phalanx.run.fields import to_json
@@ -153,6 +138,7 @@ def prepare_run(
     if write:
         check_run_path(run.path)
     import_payload = {**dict(loaded.recipe.model), **loaded.recipe.model_dump(include={"task", "callbacks"})}
+    import_payload["folder"] = str(loaded.recipe_dir)
     adapter = loaded.recipe.adapter
     import_payload |= {"init": loaded.recipe.init_from if begins else None, "begins": begins}
     import_payload["adapter"] = None if adapter is None else adapter.model_dump(mode="json")
@@ -160,17 +146,15 @@ def prepare_run(
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
         if directory is not None:
             process.preload("phalanx.train.hf.model:preload_architecture", str(directory))
-        code_hash = process.call(
-            "phalanx.autoconfig.trials:check_imports", {**import_payload, "folder": str(loaded.recipe_dir)}
-        )
-    times = TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
-    run_trial = cache_trials(process.call, machine, code_hash, times)
+        code_hash = process.call("phalanx.autoconfig.trials:check_imports", import_payload)
+    times = resolve.TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
+    run_trial = resolve.cache_trials(process.call, machine, code_hash, times)
 
     def prepare() -> PreparedRun:
         with loaded.locate_errors():
             ready = resolve_run(request, machine, world_size, run_trial, progress)
             if begins and (ready.recipe.init_from or (adapter is not None and adapter.init_from)):
-                kept = {**make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
+                kept = {**resolve.make_trial_recipe(ready.recipe), "init_from": ready.recipe.init_from}
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             check_free_space(run, ready.recipe, ready.plan)
             duration_s = time.perf_counter() - start_time
@@ -266,13 +250,13 @@ def resolve_run(
     request: RunRequest,
     machine: Machine,
     world_size: int,
-    call: SubprocessCall,
+    call: resolve.SubprocessCall,
     progress: Callable[[PrepareProgress], None],
 ) -> PreparedRun:
     """Prepare data and resolve the recipe for `world_size` workers. Writes only the data cache."""
     loaded, run = request.loaded, request.run
     given, folder = loaded.recipe, loaded.recipe_dir
-    previous, notes = load_resumed_recipe(run, given, request.force)
+    previous, notes = resume.load_resumed_recipe(run, given, request.force)
     data, evaluate, commits = pin_sources(given.data, given.evaluation, run)
     data, evaluate = prepare_all_sources(data, evaluate, folder, report_progress=progress, seed=given.seed)
     prepared = given.model_copy(update={"data": data, "evaluation": evaluate, "device": machine.device})
@@ -281,20 +265,19 @@ def resolve_run(
     if opened.records == "classes":
         opened.check_classes()
     if given.epochs is not None:
-        prepared = prepared.model_copy(
-            update={"epochs": None, "steps": count_steps(given.epochs, opened, given, world_size)}
-        )
-    first_attempt = read_last_attempt(run) + 1
+        steps = count_steps(given.epochs, opened, given, world_size)
+        prepared = prepared.model_copy(update={"epochs": None, "steps": steps})
+    first_attempt = resume.read_last_attempt(run) + 1
     if previous is not None:
-        previous = restore_full_division(run, previous) if request.is_elastic else previous
+        previous = resume.restore_full_division(run, previous) if request.is_elastic else previous
         recipe = resume_recipe(previous, prepared, world_size)
         check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
         check_recipe_on_machine(recipe, machine)
         check_parallelism(recipe, folder, call)
-        notes += describe_all_changes(run, given, previous, recipe)
+        notes += resume.describe_all_changes(run, given, previous, recipe)
         plan, cluster = run.read_json_or_empty(run.plan), run.read_json_or_empty(run.cluster)
         plan = plan if isinstance(plan.get("data_info"), dict) else {**plan, "data_info": asdict(opened.info)}
-        plan.pop(FULL_DIVISION_KEY, None)
+        plan.pop(resume.FULL_DIVISION_KEY, None)
         plan = check_same_data(run, plan, opened.fingerprint, request.force)
         plan = {**plan, **describe_data_read(opened, recipe)}
         if opened.info.kind == "images" and run.has_checkpoint() and not request.force:
@@ -302,11 +285,11 @@ def resolve_run(
         return PreparedRun(run, recipe, folder, plan, cluster, notes, first_attempt, source_commits=commits)
     prepared = scale_batch_with_workers(pin_origins(prepared), world_size)
     check_parallelism(prepared, folder, call)
-    recipe, plan, cluster = resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
+    recipe, plan, cluster = resolve.resolve_auto(prepared, folder, machine, world_size, call, request.num_nodes)
     plan = {**plan, FINGERPRINT_KEY: opened.fingerprint, **describe_data_read(opened, recipe)}
     notes += describe_short_sources(opened, recipe)
     notes += describe_batch_scaling(given, recipe, peak_learning_rate(recipe))
-    notes += describe_other_load(given, cluster)
+    notes += resolve.describe_other_load(given, cluster)
     check_recipe(recipe, folder, world_size, loaded.location_of, begins=not run.has_checkpoint())
     if given.parallelism == "auto":
         check_parallelism(recipe, folder, call)
@@ -315,8 +298,7 @@ def resolve_run(
 
 def count_steps(epochs: float, data: RunData, recipe: Recipe, world_size: int) -> int:
     """The steps, at least 1, that take all training samples `epochs` times."""
-    batch = recipe.batch
-    num_samples = batch.global_size * (world_size if batch.scale_with_workers else 1)
+    num_samples = scale_batch_with_workers(recipe, world_size).batch.global_size
     return max(math.ceil(epochs * data.num_train_samples / num_samples), 1)
 
 
@@ -385,20 +367,20 @@ def check_same_image_processor(run: Run, recipe: ResolvedRecipe, folder: Path) -
     directory = huggingface_directory(recipe.model.build, folder)
     if directory is None:
         return
-    for name in IMAGE_PROCESSOR_FILES:
-        now = read_contained(directory / name, directory)
-        if now != read_contained(run.companions / name, run.path):
+    for name in companions.IMAGE_PROCESSOR_FILES:
+        now = companions.read_contained(directory / name, directory)
+        if now != companions.read_contained(run.companions / name, run.path):
             raise DataError(
                 f"{run.path}: was trained with other image preprocessing than that of {directory / name}, or by an "
                 "earlier version with none; restore that file, remove it, or use --force to continue with it"
             )
 
 
-def check_parallelism(recipe: Recipe, folder: Path, call: SubprocessCall) -> None:
+def check_parallelism(recipe: Recipe, folder: Path, call: resolve.SubprocessCall) -> None:
     """Raise RecipeError when the recipe's model cannot be divided by its parallelism."""
     parallelism = recipe.parallelism
     if isinstance(parallelism, Parallelism) and parallelism.replicate != parallelism.world:
-        trial_spec = {**make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
+        trial_spec = {**resolve.make_trial_recipe(recipe), "parallelism": parallelism.model_dump()}
         call(PARALLELISM_TRIAL, {"recipe": trial_spec, "folder": str(folder)})
 
 
@@ -418,14 +400,8 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     kept = run.read_json_or_empty(run.environment).get("origins", {})  # weights are only read when a run begins
     origins = {**kept, **find_origins(prepared.recipe, prepared.recipe_dir, not run.has_checkpoint())}
     origins |= {SOURCE_ORIGINS_KEY: dict(prepared.source_commits)} if prepared.source_commits else {}
-    write_json(
-        run.environment,
-        {
-            **collect_environment(sys.argv, prepared.recipe_dir),
-            "folder": str(prepared.recipe_dir.absolute()),
-            **({"origins": origins} if origins else {}),
-        },
-    )
+    environment = {**collect_environment(sys.argv, prepared.recipe_dir), "folder": str(prepared.recipe_dir.absolute())}
+    write_json(run.environment, {**environment, **({"origins": origins} if origins else {})})
     record_trust(prepared.recipe, prepared.recipe_dir)
 
 
@@ -444,34 +420,30 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     """Copy the tokenizer into the run, so that the run stays whole without the data, and what belongs to it of the
     directory that the recipe names. Return its description: of its dataset, and the tokens at which generation stops.
     """
-    run = prepared.run
-    recipe = prepared.recipe
-    folder = prepared.recipe_dir
+    run, recipe, folder = prepared.run, prepared.recipe, prepared.recipe_dir
     dataset = open_dataset_files(str(list_sources(recipe.data, recipe.evaluation)[0].prepared)).directory
     if not is_dataset(dataset):  # as in a session
         return None
     described = read_manifest(dataset).tokenizer
     model = huggingface_directory(recipe.model.build, folder)
     if described is None and model is not None:  # a model of images
-        keep_companions(run, model, prepared.notes.append)
+        companions.keep_companions(run, model, prepared.notes.append)
     if described is None or "file" not in described:
         if described is not None and model is not None:  # bytes have no files
-            keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
+            companions.keep_companions(run, model, prepared.notes.append, [companions.GENERATION_CONFIG_FILE])
         return described
     content = read_bytes(dataset / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
     write_atomic(run.tokenizer, content)
-    described = {
-        **described,
-        "of_model": model is not None and read_contained(model / TOKENIZER_FILE, model) == content,
-    }
+    is_of_model = model is not None and companions.read_contained(model / TOKENIZER_FILE, model) == content
+    described = {**described, "of_model": is_of_model}
     named = [] if recipe.data.tokenizer == "bytes" else [localize_tokenizer(str(recipe.data.tokenizer), folder)]
     for path in (*named, *filter(None, [model])):
         directory = path if path.is_dir() else path.parent
-        if read_contained(directory / TOKENIZER_FILE, directory) == content and not is_dataset(directory):
-            keep_companions(run, directory, prepared.notes.append)
+        if companions.read_contained(directory / TOKENIZER_FILE, directory) == content and not is_dataset(directory):
+            companions.keep_companions(run, directory, prepared.notes.append)
             return {**described, "stops": find_stop_tokens(directory)}
     if model is not None:
-        keep_companions(run, model, prepared.notes.append, [GENERATION_CONFIG_FILE])
+        companions.keep_companions(run, model, prepared.notes.append, [companions.GENERATION_CONFIG_FILE])
     return described
 
 
@@ -484,7 +456,7 @@ def keep_chat_template(prepared: PreparedRun) -> None:
     path = prepared.recipe_dir / chat.template
     if path.is_file() or not run.has_checkpoint():
         run.companions.mkdir(exist_ok=True)
-        write_atomic(run.companions / CHAT_TEMPLATE_FILE, read_bytes(path, MAX_TEMPLATE_BYTES))
+        write_atomic(run.companions / companions.CHAT_TEMPLATE_FILE, read_bytes(path, MAX_TEMPLATE_BYTES))
 
 
 def find_end_of_turn(run: Run, tokenizer: Mapping[str, Any]) -> dict[str, int]:

@@ -194,9 +194,8 @@ def _start_session(
             if is_url(run) and RUN_DIR_VARIABLE not in os.environ:
                 raise UsageError(f"{run}: a session at a URL is started by `phalanx train SCRIPT --run {run}`")
             run_dir = Run(Path(os.environ.get(RUN_DIR_VARIABLE) or run or Path("runs") / loaded.recipe.name))
-            announced = _announce_or_wait(
-                stack, RunRequest(loaded, run_dir, dist_env.world_size, force=force), dist_env
-            )
+            request = RunRequest(loaded, run_dir, dist_env.world_size, force=force)
+            announced = _announce_or_wait(stack, request, dist_env)
         report = make_reporter(announced.run, dist_env.is_rank_zero, events, announced.show)
         stack.callback(report.close)
         return _join_run(announced, report, force, stop), report, announced.run
@@ -272,13 +271,8 @@ def _join_run(announced: _AnnouncedRun, report: Any, force: bool, stop: Any) -> 
     with naming_causes():
         # rank 0 wrote resolved.yaml from its own recipe; a worker with another recipe would not notice
         sync = loaded.recipe.model_dump_json(include={"determinism", "grad_sync", "local_sgd"})
-        assert_same_on_all_ranks(
-            dist_env,
-            sync,
-            "gradient synchronization in the recipe",
-            "join all workers with the same recipe",
-            also_single_node=True,
-        )
+        what, advice = "gradient synchronization in the recipe", "join all workers with the same recipe"
+        assert_same_on_all_ranks(dist_env, sync, what, advice, also_single_node=True)
         return Session(process, resolved, force)
 
 
@@ -323,9 +317,7 @@ def _restore_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _prepare_session(request: RunRequest, is_supervised: bool) -> Iterator[PreparedRun]:
     """Write the files of a run, and lock it unless its agent holds the lock. Checks the recipe first."""
-    loaded = request.loaded
-    run = request.run
-    world_size = request.world_size
+    loaded, run, world_size = request.loaded, request.run, request.world_size
     assert world_size is not None
     _check_recipe_keys(loaded)
     if not is_supervised:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.app.elastic_world import check_min_nodes
+from phalanx.app.resume import check_min_nodes
 from phalanx.app.train_arguments import TrainArguments
 from phalanx.cluster import discover_machine
 from phalanx.errors import ExitCode, UsageError
@@ -20,8 +20,8 @@ from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from phalanx.observe.progress import DeferredDisplay
 from phalanx.recipe import load_recipe
 from phalanx.recipe.checks import num_workers_for
+from phalanx.recipe.imports import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
-from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.run.node_env import parse_num_nodes
@@ -138,22 +138,13 @@ def make_framework_job(
         )
     if not command:
         raise UsageError("--framework needs a command: phalanx jobs submit --framework torch -- python script.py")
-    launch_command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "phalanx.jobs.frameworks.launcher",
-        framework,
-        str(nproc_per_node or 1),
-        "--",
-        *command,
-    ]
+    launcher = [sys.executable, "-P", "-m", "phalanx.jobs.frameworks.launcher"]
     scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
     job_snapshot = None if snapshot is None else take_snapshot(snapshot, Path.cwd())
     job_fields |= {} if default_gpus is None else {"gpus_per_node": default_gpus}
     return _make_job(
         name or (scripts[0] if scripts else framework),
-        launch_command,
+        [*launcher, framework, str(nproc_per_node or 1), "--", *command],
         snapshot=job_snapshot,
         workers_per_node=nproc_per_node,
         **job_fields,

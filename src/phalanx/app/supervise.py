@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.app.elastic_world import ElasticWorld
 from phalanx.app.prepare_run import PreparedRun, create_run
-from phalanx.app.resume import read_last_attempt, read_last_step
+from phalanx.app.resume import ElasticWorld, read_last_attempt, read_last_step
 from phalanx.app.task_evaluations import EvaluationProcess, TaskEvaluations, choose_device
 from phalanx.app.trackers import feed_trackers
 from phalanx.app.train_arguments import TrainArguments
-from phalanx.autoconfig.micro_batch import next_smaller_micro_size
+from phalanx.autoconfig.memory_choice import next_smaller_micro_size
 from phalanx.cluster import discover_machine
 from phalanx.cluster.discovery import check_workers, find_local_gpu_ids
 from phalanx.cluster.health import run_preflight
@@ -45,7 +44,9 @@ def supervise_run(
 ) -> RunOutcome:
     """Train a prepared run, on this node or on those of `node_group`, and write its result. `stored`: keeps it at a
     URL."""
-    run, recipe = prepared.run, prepared.recipe
+    run = prepared.run
+    recipe = prepared.recipe
+    limits = prepared.recipe.fault_tolerance
     world_size = recipe.parallelism.world
     payload = {"run": str(run.path.absolute()), "folder": str(prepared.recipe_dir), "force": force}
     command = Command(function="phalanx.train.worker:run_worker", payload=payload)
@@ -77,11 +78,7 @@ def supervise_run(
         run,
         fork_server,
         show_and_evaluate,
-        RecoveryPolicy(
-            recipe.fault_tolerance.max_restarts,
-            recipe.fault_tolerance.hang_timeout_s,
-            recipe.fault_tolerance.rejoin_after_s,
-        ),
+        RecoveryPolicy(limits.max_restarts, limits.hang_timeout_s, limits.rejoin_after_s),
         node_group=node_group,
         preflight=lambda: run_preflight(run.path, expected_gpus),
         stored=stored,
@@ -209,12 +206,10 @@ def shrink_micro_batch(run: Run) -> str | None:
             choice |= {"value": micro, "reason": reason}
     write_atomic(run.resolved, dump_recipe(Recipe.model_validate(values)))
     write_json(run.plan, plan)
-    message_text = (
-        f"{reason}: restarting with micro-batches of {micro} from the last good checkpoint; the digest will differ"
-    )
+    restart = f"restarting with micro-batches of {micro} from the last good checkpoint; the digest will differ"
     if previous[1].determinism == "elastic":
-        return f"{message_text}, also under determinism: elastic, which holds for one micro-batch only"
-    return f"{message_text} by rounding"
+        return f"{reason}: {restart}, also under determinism: elastic, which holds for one micro-batch only"
+    return f"{reason}: {restart} by rounding"
 
 
 def status_of(outcome: RunOutcome) -> RunStatus:

@@ -10,10 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from phalanx.errors import DataError, PhalanxError, UsageError
-from phalanx.observe.trackers.feed import TrackerFeed, lock_feed
-from phalanx.observe.trackers.libraries import make_tracker
-from phalanx.observe.trackers.process import INCOMPLETE_EXIT_CODE
-from phalanx.observe.trackers.tracker import TRACKER_NAMES, describe_error, describe_problem, set_library_defaults
+from phalanx.observe.trackers.feed import INCOMPLETE_EXIT_CODE, TrackerFeed, lock_feed
+from phalanx.observe.trackers.tracker import (
+    TRACKER_NAMES,
+    describe_error,
+    describe_problem,
+    make_tracker,
+    set_library_defaults,
+)
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.recipe.validation_errors import suggest_nearest
 from phalanx.run import Run
@@ -53,7 +57,7 @@ class TrackerProcess:
 
     def __init__(self, run: Run, name: str):
         self._run, self._name = run, name
-        command = [sys.executable, "-P", "-m", "phalanx.observe.trackers.process"]
+        command = [sys.executable, "-P", "-m", "phalanx.observe.trackers.feed"]
         command += [str(run.path.absolute()), name, str(os.getpid())]
         with open(open_for_append(run.logs / f"tracker-{name}.log"), "ab") as log:
             self._process = subprocess.Popen(

@@ -94,9 +94,7 @@ def train(
     run_dir = find_train_run(run, loaded.recipe.name)
     outcome = train_run(loaded, run_dir, TrainObserver(show), nproc_per_node=nproc_per_node, force=force)
     if outcome is not None and outcome.code not in (ExitCode.DONE, ExitCode.UNFINISHED):
-        error = GaveUpError(outcome.message or "the run failed")
-        error.code = outcome.code
-        raise error
+        raise GaveUpError(outcome.message or "the run failed", outcome.code)
     return run_dir.read_json(run_dir.result) or {}
 
 

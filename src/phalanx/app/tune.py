@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.app.prepare_run import PreparedRun, RunRequest, check_recipe_on_machine, find_machine, prepare_run
-from phalanx.autoconfig.tuning_candidates import (
-    MeasuredSpeedup,
-    PairedStepTimes,
-    TuningCandidate,
-    TuningFacts,
-    apply_changes,
-    break_even_steps,
-    is_hopeless,
-    propose_candidates,
-    summarize_rounds,
-)
+from phalanx.autoconfig import tuning_candidates
 from phalanx.cluster import Machine
 from phalanx.data import PrepareProgress
 from phalanx.errors import PhalanxError, RecipeError
@@ -55,7 +45,7 @@ class TuneTrial:
     changes: Mapping[str, Any]
     predicted: float | None
     reason: str
-    measured: MeasuredSpeedup | None
+    measured: tuning_candidates.MeasuredSpeedup | None
     is_kept: bool
     note: str = ""
 
@@ -74,7 +64,7 @@ class TuneResult:
     default_seconds: float
     trials: list[TuneTrial] = field(default_factory=list)
     changes: dict[str, Any] = field(default_factory=dict)
-    total: MeasuredSpeedup | None = None
+    total: tuning_candidates.MeasuredSpeedup | None = None
     machine: str = ""
 
     @property
@@ -164,7 +154,9 @@ def tune(
     seconds: float = 5.0,
     allow_precision: bool = False,
     callbacks: TuneCallbacks | None = None,
-    propose: Callable[[ResolvedRecipe, TuningFacts], list[TuningCandidate]] = propose_candidates,
+    propose: Callable[
+        [ResolvedRecipe, tuning_candidates.TuningFacts], list[tuning_candidates.TuningCandidate]
+    ] = tuning_candidates.propose_candidates,
 ) -> TuneResult:
     """Search for a faster recipe on this machine, about `seconds` for each candidate plus its starts. Writes nothing.
 
@@ -173,19 +165,15 @@ def tune(
     callbacks = callbacks or TuneCallbacks()
     machine = find_machine(loaded)
     # With batch.scale_with_workers the number of workers changes the batch, and tuning must not change the mathematics.
-    is_workers_fixed = (
-        nproc_per_node is not None
-        or isinstance(loaded.recipe.parallelism, Parallelism)
-        or loaded.recipe.batch.scale_with_workers
-    )
+    is_layout_given = isinstance(loaded.recipe.parallelism, Parallelism)
+    is_workers_fixed = nproc_per_node is not None or is_layout_given or loaded.recipe.batch.scale_with_workers
     with Workbench(loaded.recipe_dir, loaded.recipe.fault_tolerance.hang_timeout_s) as workbench:
         request = RunRequest(loaded, UNUSED_RUN, nproc_per_node)
         with prepare_run(request, workbench, callbacks.on_progress, write=False) as prepared:
             given = prepared.recipe
         search = TuneSearch(workbench, loaded, machine, seconds, callbacks)
-        facts = make_tuning_facts(
-            prepared, machine, allowed_precisions(loaded.recipe, machine, allow_precision), not is_workers_fixed
-        )
+        precisions = allowed_precisions(loaded.recipe, machine, allow_precision)
+        facts = make_tuning_facts(prepared, machine, precisions, not is_workers_fixed)
         baseline_s = search.measure_baseline(given)
         facts = replace(facts, step_s=baseline_s)
         callbacks.on_baseline(prepared, baseline_s)
@@ -197,7 +185,7 @@ def tune(
             result.trials.append(trial)
             if trial.is_kept and trial.measured is not None:
                 facts = replace(facts, step_s=trial.measured.candidate_s)
-                result.best = apply_changes(result.best, trial.changes)
+                result.best = tuning_candidates.apply_changes(result.best, trial.changes)
                 result.changes |= trial.changes
             callbacks.on_trial_end(trial)
         result.total = search.measure_total(given, result)
@@ -210,9 +198,7 @@ class TuneSearch:
     def __init__(
         self, workbench: Workbench, loaded: LoadedRecipe, machine: Machine, seconds: float, callbacks: TuneCallbacks
     ):
-        self._workbench = workbench
-        self._loaded = loaded
-        self._machine = machine
+        self._workbench, self._loaded, self._machine = workbench, loaded, machine
         self._run_seconds = seconds / (2 * NUM_ROUNDS)
         self._callbacks = callbacks
 
@@ -225,20 +211,20 @@ class TuneSearch:
             raise RecipeError(f"the recipe does not train as it is: {error}") from error
         return sorted(step.duration_s for step in steps)[len(steps) // 2]
 
-    def try_candidate(self, best: ResolvedRecipe, candidate: TuningCandidate) -> TuneTrial:
+    def try_candidate(self, best: ResolvedRecipe, candidate: tuning_candidates.TuningCandidate) -> TuneTrial:
         """Measure a candidate against the best so far, and replace that if the candidate is faster."""
         trial = TuneTrial(
             candidate.label, candidate.changes, candidate.predicted_speedup, candidate.reason, None, False
         )
         try:
-            recipe = apply_changes(best, candidate.changes)
+            recipe = tuning_candidates.apply_changes(best, candidate.changes)
             check_recipe(recipe, self._loaded.recipe_dir, num_workers_for(recipe, 1))
             check_recipe_on_machine(recipe, self._machine)
         except (PhalanxError, ValueError) as error:  # a rule of this version forbids it
             return replace(trial, note=f"refused: {_first_line(error)}")
         workers = self._workbench.make_workers(recipe)
         try:
-            measurement = summarize_rounds(self._run_rounds(self._best_workers, workers))
+            measurement = tuning_candidates.summarize_rounds(self._run_rounds(self._best_workers, workers))
         except WorkersFailedError as error:
             return replace(trial, note=f"failed: {_first_line(error)}")
         trial = replace(trial, measured=measurement)
@@ -247,38 +233,38 @@ class TuneSearch:
             self._best_workers = workers
         return replace(trial, is_kept=is_kept, note=note)
 
-    def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> MeasuredSpeedup | None:
+    def measure_total(self, default: ResolvedRecipe, result: TuneResult) -> tuning_candidates.MeasuredSpeedup | None:
         """Measure the tuned recipe against the default. A single change has been measured against it already."""
         kept = [row for row in result.trials if row.is_kept]
         if len(kept) < 2:
             return kept[0].measured if kept else None
         workers = self._workbench.make_workers(default)
-        measurement = summarize_rounds(self._run_rounds(workers, self._best_workers))
+        measurement = tuning_candidates.summarize_rounds(self._run_rounds(workers, self._best_workers))
         self._callbacks.on_trial_end(TuneTrial("all together", dict(result.changes), None, "", measurement, True))
         return measurement
 
-    def _run_rounds(self, old: TrialWorkers, new: TrialWorkers) -> list[PairedStepTimes]:
+    def _run_rounds(self, old: TrialWorkers, new: TrialWorkers) -> list[tuning_candidates.PairedStepTimes]:
         """Measure both in each round, in alternating order, so that each start is measured in two rounds. Raises
         WorkersFailedError when either fails."""
-        rounds: list[PairedStepTimes] = []
+        rounds: list[tuning_candidates.PairedStepTimes] = []
         for number in range(NUM_ROUNDS):
             times: dict[bool, list[float]] = {}
             for is_new in (True, False) if number % 2 else (False, True):
                 steps = self._workbench.measure_steps(new if is_new else old, self._run_seconds)
                 times[is_new] = [step.duration_s for step in steps]
             rounds.append((times[False], times[True]))
-            if is_hopeless(rounds):
+            if tuning_candidates.is_hopeless(rounds):
                 break
         return rounds
 
 
-def decide(measurement: MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
+def decide(measurement: tuning_candidates.MeasuredSpeedup, extra_seconds: float, recipe: Recipe) -> tuple[bool, str]:
     """Decide whether a change is kept, with a note. A longer start must pay off within the run."""
     if not measurement.is_faster:
         return False, "within noise" if measurement.speedup > 1 else "slower"
     if extra_seconds < 2.0:
         return True, ""
-    payback_steps = break_even_steps(measurement, extra_seconds)
+    payback_steps = tuning_candidates.break_even_steps(measurement, extra_seconds)
     startup_text = f"starts {extra_seconds:.0f} s later, which {payback_steps} steps pay back"
     if payback_steps <= recipe.steps:
         return True, startup_text
@@ -306,7 +292,7 @@ def render_recipe(loaded: LoadedRecipe, overrides: Sequence[str], result: TuneRe
     return rewrite_recipe(text, overrides, result.changes, remarks, header)
 
 
-def format_gain(measurement: MeasuredSpeedup) -> str:
+def format_gain(measurement: tuning_candidates.MeasuredSpeedup) -> str:
     """Format a speedup as `1.31 x (1.28 to 1.33)`: the ratio of medians, and the quartiles of the rounds."""
     return f"{measurement.speedup:.2f} x ({measurement.speedup_q1:.2f} to {measurement.speedup_q3:.2f})"
 
@@ -320,11 +306,11 @@ def allowed_precisions(given: Recipe, machine: Machine, is_allowed: bool) -> tup
 
 def make_tuning_facts(
     prepared: PreparedRun, machine: Machine, allowed_precisions: Sequence[str], may_change_processes: bool
-) -> TuningFacts:
+) -> tuning_candidates.TuningFacts:
     """Collect what predictions need from the trials that resolved the recipe."""
     plan = prepared.plan
     facts = plan.get("data_info") or {}
-    return TuningFacts(
+    return tuning_candidates.TuningFacts(
         device=machine.device,
         physical_cores=machine.physical_cores,
         memory_bytes=machine.device_memory_bytes,

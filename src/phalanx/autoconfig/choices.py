@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.errors import RecipeError
-from phalanx.formatting import BYTES_PER_MIB
+from phalanx.formatting import BYTES_PER_MIB, format_plural
 from phalanx.recipe import Recipe, ResolvedRecipe
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import device_kind_of
 from phalanx.recipe.diff import KEYS_FREE_ON_RESUME
 from phalanx.recipe.grad_sync_defaults import (
@@ -30,8 +29,8 @@ from phalanx.recipe.grad_sync_defaults import (
     overlaps_with_backward,
     start_key,
 )
-from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import find_batch_problems, find_parallelism_problems, list_divisors
 
 MIN_BF16_SPEEDUP = 1.2
 """bf16 is chosen when forward and backward of this model are faster than in fp32 by at least this factor."""
@@ -74,9 +73,7 @@ def choose_num_threads(
         if first.isdecimal() and int(first) > 0:
             return AutoChoice("num_threads", int(first), f"{name}={environ[name]}")
     num_threads = max(1, cores // world_size)
-    return AutoChoice(
-        "num_threads", num_threads, f"{cores} {CORES_REASON} {world_size} {'worker' if world_size == 1 else 'workers'}"
-    )
+    return AutoChoice("num_threads", num_threads, f"{cores} {CORES_REASON} {format_plural(world_size, 'worker')}")
 
 
 def predict_precision(recipe: Recipe, device: str, bf16: bool = True) -> str:
@@ -108,13 +105,11 @@ def choose_compile(recipe: Recipe, device: str, num_blocks: int, compiler: bool 
     if not num_blocks:
         return AutoChoice("compile", False, "the model has no repeated blocks")
     if isinstance(recipe.parallelism, Parallelism) and recipe.parallelism.splits_backward:
-        return AutoChoice(
-            "compile", False, f"blocks of a {recipe.parallelism.pipeline_schedule} pipeline cannot be compiled"
-        )
+        schedule = recipe.parallelism.pipeline_schedule
+        return AutoChoice("compile", False, f"blocks of a {schedule} pipeline cannot be compiled")
     if recipe.steps < MIN_STEPS_TO_COMPILE:
-        return AutoChoice(
-            "compile", False, f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not pay back compilation"
-        )
+        reason = f"{recipe.steps:,} steps, fewer than {MIN_STEPS_TO_COMPILE}, do not pay back compilation"
+        return AutoChoice("compile", False, reason)
     return AutoChoice("compile", True, f"{num_blocks} repeated blocks on a GPU")
 
 
@@ -131,21 +126,15 @@ def choose_determinism(recipe: Recipe, trial: Mapping[str, Any], device: str) ->
     if determinism != "auto" or device == "cpu":
         return []
     if nondeterministic_op is not None:
-        reason = (
-            f"{nondeterministic_op} has no deterministic kernel on this device: a run that resumes may end with other "
-            "bits"
-        )
-        return [AutoChoice("determinism", "off", reason)]
+        reason = f"{nondeterministic_op} has no deterministic kernel on this device"
+        return [AutoChoice("determinism", "off", f"{reason}: a run that resumes may end with other bits")]
     if slowdown is None:
         return [AutoChoice("determinism", "off", "what deterministic kernels cost on this device could not be timed")]
     reason = f"deterministic kernels cost {max(slowdown, 0.0):.1%} of forward and backward"
     if slowdown < MAX_DETERMINISM_SLOWDOWN:
         return [AutoChoice("determinism", "fixed-world", f"{reason}, less than {MAX_DETERMINISM_SLOWDOWN:.0%}")]
-    return [
-        AutoChoice(
-            "determinism", "off", f"{reason}: a run that resumes may end with other bits; fixed-world promises them"
-        )
-    ]
+    reason += ": a run that resumes may end with other bits; fixed-world promises them"
+    return [AutoChoice("determinism", "off", reason)]
 
 
 def choose_precision(
@@ -164,14 +153,12 @@ def choose_precision(
         return AutoChoice("precision", predict_precision(recipe, device), reason)
     if len(timed_precisions) == 1:
         is_rule = timed_precisions == precisions_to_time(recipe, device)
-        return AutoChoice(
-            "precision", timed_precisions[0], f"the rule on {device}" if is_rule else "the other ran out of memory"
-        )
+        reason = f"the rule on {device}" if is_rule else "the other ran out of memory"
+        return AutoChoice("precision", timed_precisions[0], reason)
     ratio = seconds["fp32"] / seconds["bf16"]
-    reason = (
-        f"forward and backward of a micro-batch take {seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
-    )
-    return AutoChoice("precision", "bf16" if ratio >= MIN_BF16_SPEEDUP else "fp32", f"{reason}: {ratio:.2f} x")
+    times = f"{seconds['fp32']:.3g} s in fp32, {seconds['bf16']:.3g} s in bf16"
+    reason = f"forward and backward of a micro-batch take {times}: {ratio:.2f} x"
+    return AutoChoice("precision", "bf16" if ratio >= MIN_BF16_SPEEDUP else "fp32", reason)
 
 
 def choose_bucket_mib(
@@ -181,11 +168,8 @@ def choose_bucket_mib(
     gradients between nodes, overlapped with backward. On one node the reduction takes from backward the processors that
     it would overlap with."""
     parallelism = Parallelism.model_validate(parallelism_values(recipe, world_size))
-    if (
-        recipe.grad_sync.bucket_mib != "auto"
-        or num_nodes == 1
-        or not overlaps_with_backward(recipe, parallelism, device)
-    ):
+    is_chosen = recipe.grad_sync.bucket_mib == "auto" and num_nodes > 1
+    if not is_chosen or not overlaps_with_backward(recipe, parallelism, device):
         return []
     gradient_bytes = gradient_bytes_per_rank(num_parameters, parallelism)
     reason = (
@@ -263,9 +247,8 @@ def resolve_recipe(recipe: Recipe, choices: list[AutoChoice], world_size: int) -
 
 def parallelism_values(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The layout that is given, or every worker a replica."""
-    return (
-        recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else Parallelism(replicate=world_size)
-    ).model_dump()
+    given = recipe.parallelism
+    return (given if isinstance(given, Parallelism) else Parallelism(replicate=world_size)).model_dump()
 
 
 def num_data_parallel_groups(recipe: Recipe, world_size: int) -> int:

@@ -27,11 +27,7 @@ NumberFormat = Literal["half", "single", "mixed"]
 PROFILE_ADAPTER = TypeAdapter(ModelProfile)
 
 
-def profile_model(
-    loaded: LoadedRecipe,
-    facts: "DataInfo",
-    number_format: NumberFormat = "half",
-) -> ModelProfile:
+def profile_model(loaded: LoadedRecipe, facts: "DataInfo", number_format: NumberFormat = "half") -> ModelProfile:
     """Return what a recipe's model needs of a machine: traced on the meta device, or read from the cache."""
     recipe = loaded.recipe
     key = {

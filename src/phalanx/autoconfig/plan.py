@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.autoconfig.micro_batch import LARGE_LOGITS_BYTES
+from phalanx.autoconfig.memory_choice import CHECKPOINTING_MODES, LARGE_LOGITS_BYTES
 from phalanx.autoconfig.model_profile import profile_model
 from phalanx.cluster import Cluster, discover_machine, load_cluster
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
@@ -61,14 +61,13 @@ def search_precisions(
     device, device_stack = cluster.node.accelerator, phalanx_stack(cluster.node.accelerator, num_devices)
     used_stack = replace(device_stack, fuses_memory_ops=recipe.compile is not False)
     memory_limit = device.memory_gib * BYTES_PER_GIB * USABLE_MEMORY_FRACTION
+    checkpointing = recipe.memory.activation_checkpointing
     space = SearchSpace(
         devices=num_devices,
         global_batch=recipe.batch.global_size,
         parallelism=recipe.parallelism if isinstance(recipe.parallelism, Parallelism) else None,
         micro_size=recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else None,
-        checkpointing_modes=("none", "selective", "full")
-        if recipe.memory.activation_checkpointing == "auto"
-        else (recipe.memory.activation_checkpointing,),
+        checkpointing_modes=CHECKPOINTING_MODES if checkpointing == "auto" else (checkpointing,),
         domain_size=cluster.domain,
         replicas_only=recipe.determinism == "elastic" or recipe.local_sgd is not None,
         has_sequences=profile.units_per_sample > 1,
@@ -92,16 +91,12 @@ def search_precisions(
             optimizer=optimizer.name,
             transport=transport_of(recipe, profile),
         )
-        if (
-            best_found is not None
-            and best_found[0].candidates
-            and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops
-        ):
+        best = () if best_found is None else best_found[0].candidates
+        if best_found is not None and best and rates.sustained_gemm_flops < best_found[1].sustained_gemm_flops:
             continue  # nothing else differs but that it takes more memory
         found = search_parallelism(
             base, rates, space, lambda setup: predict_memory(recipe, setup).total, memory_limit, optimizer_state
         )
-        best = () if best_found is None else best_found[0].candidates
         if best_found is None or (
             found.candidates and (not best or found.candidates[0].step_s < MIN_PRECISION_GAIN * best[0].step_s)
         ):
@@ -138,10 +133,8 @@ def make_training_options(recipe: Recipe, setup: Scenario) -> TrainingOptions:
     if chunked == "auto":
         head = setup.profile.segments[-1]
         heads = (op for op in head.ops_of("forward") if isinstance(op, Gemm))
-        logits = max(
-            (4.0 * op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads), default=0.0
-        )
-        chunked = recipe.has_head_loss and logits > LARGE_LOGITS_BYTES
+        sizes = (op.m.evaluate(setup.micro_size) * op.n.evaluate(setup.micro_size) for op in heads)
+        chunked = recipe.has_head_loss and 4.0 * max(sizes, default=0.0) > LARGE_LOGITS_BYTES
     optimizer = recipe.optimizer
     return TrainingOptions(
         optimizer.name,
@@ -200,10 +193,7 @@ class RunPlan:
 
 
 def plan_run(
-    loaded: LoadedRecipe,
-    cluster: str | Cluster | None,
-    num_gpus: int | None = None,
-    folder: Path | None = None,
+    loaded: LoadedRecipe, cluster: str | Cluster | None, num_gpus: int | None = None, folder: Path | None = None
 ) -> RunPlan:
     """Predict a run of a recipe on a cluster (a value, a name of the catalog or a file), on `num_gpus` of its devices
     (default all), and choose the parallelism, micro-batch, activation checkpointing, precision and schedule that the
@@ -212,21 +202,16 @@ def plan_run(
     Raises RecipeError when the name is unknown, the model cannot be traced, or nothing fits; the message says by how
     much, and which change would make it fit. Raises UsageError when the cluster has fewer devices.
     """
-    target_cluster = (
-        load_sized_cluster(cluster, num_gpus, folder)
-        if cluster is not None
-        else _load_local_cluster(loaded.recipe.device)
-    )
+    if cluster is None:
+        target_cluster = _load_local_cluster(loaded.recipe.device)
+    else:
+        target_cluster = load_sized_cluster(cluster, num_gpus, folder)
     num_devices = num_gpus or target_cluster.devices
     loaded = replace(loaded, recipe=scale_batch_with_workers(loaded.recipe, num_devices))
     recipe = loaded.recipe
+    num_workers = num_devices if isinstance(recipe.parallelism, Parallelism) else None
     with loaded.locate_errors():
-        check_recipe(
-            recipe,
-            loaded.recipe_dir,
-            num_devices if isinstance(recipe.parallelism, Parallelism) else None,
-            loaded.location_of,
-        )
+        check_recipe(recipe, loaded.recipe_dir, num_workers, loaded.location_of)
     facts = expect_data_info(recipe.data, loaded.recipe_dir)
     profile = profile_model(loaded, facts)
     found, rates, memory_limit = search_precisions(recipe, profile, target_cluster, num_devices)
@@ -351,30 +336,23 @@ def _predict_scaling(setup: Scenario, rates: DeviceCosts) -> tuple[tuple[int, fl
     batch_per_replica = setup.global_batch // setup.data_parallel
     curve = []
     num_replicas = setup.data_parallel
-    sizes = sorted(
-        {1, num_replicas, *(2**power for power in range(num_replicas.bit_length()) if 2**power <= num_replicas)}
-    )
-    for count in sizes:
+    powers = [2**power for power in range(num_replicas.bit_length())]  # none is more than there are
+    for count in sorted({*powers, num_replicas}):
         shard = min(parallelism.shard, count)
         if count % shard:
             continue
         smaller_parallelism = parallelism.model_copy(update={"replicate": count // shard, "shard": shard})
         smaller_scenario = replace(setup, parallelism=smaller_parallelism, global_batch=batch_per_replica * count)
-        units = (
-            smaller_scenario.global_batch
-            * setup.profile.units_per_sample
-            / predict_step_time(smaller_scenario, rates).total
-        )
-        curve.append((smaller_parallelism.world, units))
+        units = smaller_scenario.global_batch * setup.profile.units_per_sample
+        curve.append((smaller_parallelism.world, units / predict_step_time(smaller_scenario, rates).total))
     return tuple(curve)
 
 
 def list_chosen_keys(run_plan: RunPlan) -> dict[str, Any]:
     """The choice, as dotted keys of the recipe and their values; those that the recipe gives already are left out."""
     setup, recipe = run_plan.best.scenario, run_plan.recipe
-    parallelism = {
-        name: value for name, value in setup.parallelism.model_dump().items() if value not in (1, None, False, "1f1b")
-    }
+    sizes = setup.parallelism.model_dump()
+    parallelism = {name: value for name, value in sizes.items() if value not in (1, None, False, "1f1b")}
     if setup.virtual_stages > 1:
         parallelism["pipeline_schedule"] = "interleaved"
         num_stages = setup.parallelism.pipeline * setup.virtual_stages
@@ -408,8 +386,5 @@ def describe_slowdown(best: StepBreakdown, other: StepBreakdown) -> str:
     """Why another choice loses: what it spends more on than the best, in a word or two."""
     extra_seconds = {name: getattr(other, name) - getattr(best, name) for name in BREAKDOWN_LABELS}
     largest = max(extra_seconds, key=lambda name: extra_seconds[name])
-    return (
-        f"{BREAKDOWN_LABELS[largest]}: +{format_percent(extra_seconds[largest] / best.total)}"
-        if extra_seconds[largest] > 0.002 * best.total
-        else "as fast"
-    )
+    share = extra_seconds[largest] / best.total
+    return f"{BREAKDOWN_LABELS[largest]}: +{format_percent(share)}" if share > 0.002 else "as fast"

@@ -16,23 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.autoconfig.causality_check import check_causal, check_document_masking, check_packing, check_split
 from phalanx.autoconfig.trial_model import activation_checkpointing, compute_loss, open_trial, select_trial_device
-from phalanx.autoconfig.trial_names import (
-    ADAPTERS_KEY,
-    OUT_OF_MEMORY_KEY,
-    PACKING_KEY,
-    UNCALLED_ADAPTERS_KEY,
-)
+from phalanx.autoconfig.trial_names import ADAPTERS_KEY, OUT_OF_MEMORY_KEY, PACKING_KEY, UNCALLED_ADAPTERS_KEY
 from phalanx.compat import fake_tensor_mode, observe_operations
 from phalanx.data import RunData
 from phalanx.errors import RecipeError
 from phalanx.pytree import iterate_tensors
 from phalanx.recipe import describe_exception
 from phalanx.recipe.devices import device_kind_of
-from phalanx.recipe.grad_sync_defaults import (
-    CHANGED_PARAMETERS_KEY,
-    CHANGED_STATE_KEY,
-    GPU_ONLY_MODULES_KEY,
-)
+from phalanx.recipe.grad_sync_defaults import CHANGED_PARAMETERS_KEY, CHANGED_STATE_KEY, GPU_ONLY_MODULES_KEY
 from phalanx.train.adapters.targets import describe_adapters, find_uncalled_adapters, is_adapter_name
 from phalanx.train.builder import count_units_per_sample, make_lm_head
 from phalanx.train.distributed.activation_checkpoint import ActivationCheckpointing
@@ -124,6 +115,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
             if payload.get("context", 1) > 1:
                 check_split(model, task, to_device(data.read_training(0, 1), device))
     parameters = sum(p.numel() for p in trainable_parameters(model).values())
+    sync_norms = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
     loss_fns = _make_loss_fns(payload, model, task, data, device)
     return {
         "trainable_parameters": parameters,
@@ -139,9 +131,7 @@ def _profile_opened(payload: dict[str, Any], with_values: bool = True) -> dict[s
         UNCALLED_ADAPTERS_KEY: uncalled_adapters,
         CHANGED_PARAMETERS_KEY: [name for name, weight in before.items() if now.get(name) != weight],
         CHANGED_STATE_KEY: format_names(changed),
-        GPU_ONLY_MODULES_KEY: format_names(
-            [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
-        ),
+        GPU_ONLY_MODULES_KEY: format_names(sync_norms),
         "peaks": {loss: _measure_peaks(payload, model, loss_fn, data, device) for loss, loss_fn in loss_fns.items()},
     }
 

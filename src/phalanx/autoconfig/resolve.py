@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from phalanx.autoconfig import trial_names
 from phalanx.autoconfig.choices import (
     COMMON_WORLD_SIZES,
     CORES_REASON,
@@ -29,10 +30,10 @@ from phalanx.autoconfig.choices import (
     predict_precision,
     resolve_recipe,
 )
-from phalanx.autoconfig.memory_choice import choose_memory
-from phalanx.autoconfig.micro_batch import (
+from phalanx.autoconfig.memory_choice import (
     MemoryProfile,
     WorkerMemory,
+    choose_memory,
     fits_unsharded,
     loss_modes_to_try,
     num_shards,
@@ -40,19 +41,6 @@ from phalanx.autoconfig.micro_batch import (
 )
 from phalanx.autoconfig.model_profile import profile_model, select_number_format
 from phalanx.autoconfig.plan import plan_run
-from phalanx.autoconfig.trial_names import (
-    MATMUL_TRIAL,
-    MAX_OTHER_LOAD,
-    MEMORY_FILLING_TRIALS,
-    META_PROFILE_TRIAL,
-    OTHER_LOAD_KEY,
-    OUT_OF_MEMORY_KEY,
-    PROFILE_TRIAL,
-    TIMING_TRIAL,
-    TRACE_TRIAL,
-    UNCALLED_ADAPTERS_KEY,
-    describe_trial,
-)
 from phalanx.cluster import Cluster, Machine, discover_machine, find_data_sheet, load_cluster
 from phalanx.cluster.calibration.anomalies import MAX_BUSY_CORES
 from phalanx.cluster.calibration.hardware_key import default_calibration_path
@@ -95,13 +83,13 @@ class TrialTimes:
 
     def run(self, call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
         """Announce and time a trial."""
-        self.announce(f"resolving auto: {describe_trial(function, payload)}")
+        self.announce(f"resolving auto: {trial_names.describe_trial(function, payload)}")
         start_time = time.perf_counter()
         try:
             return call_catching_oom(call, function, payload)
         finally:
             elapsed_s = time.perf_counter() - start_time
-            if function == TRACE_TRIAL:
+            if function == trial_names.TRACE_TRIAL:
                 self.trace_s += elapsed_s
             else:
                 self.trials_s += elapsed_s
@@ -116,7 +104,7 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: 
         key = {
             "trial": function,
             "payload": payload,
-            "code": None if function == MATMUL_TRIAL else code_hash,
+            "code": None if function == trial_names.MATMUL_TRIAL else code_hash,
             "machine": [machine.device_name, machine.physical_cores],
             "torch": version("torch"),
         }
@@ -127,7 +115,7 @@ def cache_trials(call: SubprocessCall, machine: Machine, code_hash: str, times: 
 
 def is_undisturbed(trial: Mapping[str, Any] | None) -> bool:
     """Whether a trial measured no times, or had the CPU almost to itself."""
-    return float((trial or {}).get(OTHER_LOAD_KEY, 0.0)) <= MAX_OTHER_LOAD
+    return float((trial or {}).get(trial_names.OTHER_LOAD_KEY, 0.0)) <= trial_names.MAX_OTHER_LOAD
 
 
 def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, Any]) -> Any:
@@ -135,9 +123,9 @@ def call_catching_oom(call: SubprocessCall, function: str, payload: dict[str, An
     try:
         return call(function, payload)
     except SubprocessError as error:
-        if not error.killed or function not in MEMORY_FILLING_TRIALS:
+        if not error.killed or function not in trial_names.MEMORY_FILLING_TRIALS:
             raise
-        return {OUT_OF_MEMORY_KEY: 1.0}
+        return {trial_names.OUT_OF_MEMORY_KEY: 1.0}
 
 
 def resolve_auto(
@@ -177,8 +165,9 @@ def resolve_auto(
     recipe = resolve_recipe(given, choices, world_size)
     layouts = [replace(each, value=each.value.model_dump(exclude_defaults=True)) for each in parallelism]
     choices = [*layouts, *choices]
-    matmul_rates = dict(call(MATMUL_TRIAL, {"device": machine.device, "threads": threads.value}))
-    other_busy_cores = max(matmul_rates.pop(OTHER_LOAD_KEY, 0.0), seconds.get(OTHER_LOAD_KEY, 0.0))
+    matmul_rates = dict(call(trial_names.MATMUL_TRIAL, {"device": machine.device, "threads": threads.value}))
+    load_key = trial_names.OTHER_LOAD_KEY
+    other_busy_cores = max(matmul_rates.pop(load_key, 0.0), seconds.get(load_key, 0.0))
     data_sheet = find_data_sheet(machine)
     cluster = {
         "host": machine.hostname,
@@ -189,7 +178,7 @@ def resolve_auto(
         "memory_bytes": machine.memory_bytes,
         "threads_per_worker": threads.value,
         "measured_matmul_tflops": matmul_rates,
-        OTHER_LOAD_KEY: round(other_busy_cores, 1),
+        trial_names.OTHER_LOAD_KEY: round(other_busy_cores, 1),
         "data_sheet_tflops": None if data_sheet is None else data_sheet.tflops,
         "data_sheet_source": None if data_sheet is None else data_sheet.source,
     }
@@ -211,8 +200,8 @@ def check_model_state(given: Recipe, profile: Mapping[str, Any], world_size: int
 
 def describe_other_load(given: Recipe, cluster: Mapping[str, Any]) -> list[str]:
     """Warn about values that were chosen by times which were measured while other programs used the CPU."""
-    cores = cluster.get(OTHER_LOAD_KEY) or 0.0
-    if cores <= MAX_OTHER_LOAD or "auto" not in (given.precision, given.num_threads):
+    cores = cluster.get(trial_names.OTHER_LOAD_KEY) or 0.0
+    if cores <= trial_names.MAX_OTHER_LOAD or "auto" not in (given.precision, given.num_threads):
         return []
     return [
         f"other programs use {cores:.1f} cores: the rates and times measured now are too low; they are measured again "
@@ -228,7 +217,7 @@ def load_traced_cluster(machine: Machine, given: Recipe, folder: Path, call: Sub
         return None
     payload = {"recipe": given.model_dump(mode="json"), "folder": str(folder)}
     try:
-        call(TRACE_TRIAL, payload)
+        call(trial_names.TRACE_TRIAL, payload)
     except RecipeError:  # trials tell what is wrong with it, if anything is
         return None
     return local_cluster
@@ -274,12 +263,8 @@ def measure_memory(
     too large for one process, is not loaded for it. RecipeError when no way is left."""
     facts = open_data(given.data, given.evaluation, given.seed).info
     logits = 4 * (facts.seq_len or 0) * (facts.vocab_size or 0)
-    trial_payload = {
-        **payload,
-        "losses": loss_modes_to_try(
-            given, logits, WorkerMemory(single_budget.device, single_budget.memory_bytes, world_size)
-        ),
-    }
+    budget = WorkerMemory(single_budget.device, single_budget.memory_bytes, world_size)
+    trial_payload = {**payload, "losses": loss_modes_to_try(given, logits, budget)}
     # The precision is chosen by timing micro-batches, so it is not known yet: the likely one is taken.
     trial_payload["precision"] = predict_precision(given, single_budget.device, single_budget.bf16)
     if isinstance(given.parallelism, Parallelism) and given.parallelism.context > 1:
@@ -292,14 +277,14 @@ def measure_memory(
         # Following a model takes seconds: a small one is measured at once, and the mode that needs least goes first.
         per_parameter = state_bytes_per_parameter(given, single_budget.device)
         num_small = int(SMALL_STATE_SHARE * single_budget.memory_bytes / per_parameter)
-        profile = call(META_PROFILE_TRIAL, {**trial_payload, "ways": ["full"], "num_small": num_small})
+        profile = call(trial_names.META_PROFILE_TRIAL, {**trial_payload, "ways": ["full"], "num_small": num_small})
         check_forward(given, profile)
         if profile and not fits_unsharded(given, make_needs(profile), single_budget):
-            profile = call(META_PROFILE_TRIAL, trial_payload)
+            profile = call(trial_names.META_PROFILE_TRIAL, trial_payload)
             return profile, make_needs(profile)
     for modes in (["none", "selective", "full"], ["selective", "full"], ["full"]):
-        profile = call(PROFILE_TRIAL, {**trial_payload, "ways": modes})
-        if OUT_OF_MEMORY_KEY not in profile:
+        profile = call(trial_names.PROFILE_TRIAL, {**trial_payload, "ways": modes})
+        if trial_names.OUT_OF_MEMORY_KEY not in profile:
             check_forward(given, profile)
             return profile, make_needs(profile)
     raise RecipeError(
@@ -316,7 +301,7 @@ def check_forward(given: Recipe, profile: Mapping[str, Any]) -> None:
             "memory.chunked_loss: true needs a language model that computes its logits with one nn.Linear without "
             "bias and without adapter, as its last operation; use auto or false"
         )
-    if uncalled := profile.get(UNCALLED_ADAPTERS_KEY):
+    if uncalled := profile.get(trial_names.UNCALLED_ADAPTERS_KEY):
         raise RecipeError(
             f"adapter.target_modules: the model never calls {uncalled[0]}, but uses its weight in a function, so an "
             f"adapter there would not learn ({len(uncalled)} such layers); name the others in adapter.target_modules"
@@ -357,8 +342,8 @@ def try_memory_choices(
             "alone": memory_budget.world_size == 1,
             "offload": given.optimizer.offload,
         }
-        seconds = call(TIMING_TRIAL, trial)
-        if OUT_OF_MEMORY_KEY not in seconds:
+        seconds = call(trial_names.TIMING_TRIAL, trial)
+        if trial_names.OUT_OF_MEMORY_KEY not in seconds:
             return choices, seconds, trial
         if num_shards(given) > 1:  # that one worker cannot hold alone what all hold together proves nothing
             return choices, {}, trial
@@ -375,7 +360,7 @@ def choose_fewest_threads(
     if best_s > MAX_TIMED_MICRO_BATCH_S:
         return threads
     while count > 1:
-        fewer_s = call(TIMING_TRIAL, {**trial, "threads": count // 2, "precisions": [precision]})[precision]
+        fewer_s = call(trial_names.TIMING_TRIAL, {**trial, "threads": count // 2, "precisions": [precision]})[precision]
         if fewer_s > best_s * (1 + MAX_FEWER_THREADS_SLOWDOWN):
             break
         count, best_s = count // 2, min(best_s, fewer_s)
@@ -398,11 +383,8 @@ def predict_step(
     measured, parallelism = cluster.measured, recipe.parallelism
     if measured is None or cluster.node.accelerator.generation != "cpu" or not isinstance(parallelism, Parallelism):
         return None
-    if (
-        parallelism.replicate != parallelism.world
-        or recipe.compile is not False
-        or recipe.precision not in ("fp32", "bf16")
-    ):
+    is_eager_replica = parallelism.replicate == parallelism.world and recipe.compile is False
+    if not is_eager_replica or recipe.precision not in ("fp32", "bf16"):
         return None
     loaded = LoadedRecipe(recipe, None, folder, {})
     profile = profile_model(loaded, expect_data_info(recipe.data, folder), select_number_format(recipe.precision))
@@ -420,12 +402,9 @@ def predict_step(
         stack=cpu_stack,
         transport=transport_of(recipe, profile),
     )
+    costs = device_costs_for_stack(cluster.node.accelerator, "fp32", cpu_stack)
     try:
-        return measured_step_time(
-            setup,
-            device_costs_for_stack(cluster.node.accelerator, "fp32", cpu_stack),
-            MeasuredCosts(measured, world_size),
-        )
+        return measured_step_time(setup, costs, MeasuredCosts(measured, world_size))
     except MissingMeasurementError:
         return None
 

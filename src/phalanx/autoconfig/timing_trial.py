@@ -84,10 +84,8 @@ def _time_by_determinism(payload: dict[str, Any]) -> dict[str, Any]:
     if precision not in nondeterministic_times or precision not in deterministic_times:
         return deterministic_times
     cost = deterministic_times[precision] / nondeterministic_times[precision] - 1.0
-    return {
-        **(deterministic_times if cost < MAX_DETERMINISM_SLOWDOWN else nondeterministic_times),
-        DETERMINISTIC_SLOWDOWN_KEY: cost,
-    }
+    times = deterministic_times if cost < MAX_DETERMINISM_SLOWDOWN else nondeterministic_times
+    return {**times, DETERMINISTIC_SLOWDOWN_KEY: cost}
 
 
 def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.autoconfig.choices import num_data_parallel_groups, required_divisor
-from phalanx.autoconfig.micro_batch import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
-from phalanx.formatting import format_bytes
+from phalanx.autoconfig.memory_choice import USABLE_MEMORY_FRACTION, activation_bytes, state_bytes
+from phalanx.formatting import format_bytes, format_plural
 from phalanx.recipe import ResolvedRecipe
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.devices import size_table_of
+from phalanx.recipe.work_division import list_divisors
 
 MIN_SPEEDUP = 1.02
 """A gain below that is not worth another recipe: repeated runs of the same one differ by as much."""
@@ -81,7 +81,7 @@ class TuningCandidate:
         parallelism = self.changes.get("parallelism")
         if parallelism is not None and "num_threads" in self.changes:
             world, threads = math.prod(parallelism.values()), self.changes["num_threads"]
-            return f"{world} processes x {threads} {'thread' if threads == 1 else 'threads'}"
+            return f"{world} processes x {format_plural(threads, 'thread')}"
         return " ".join(f"{key}={_format_value(value)}" for key, value in self.changes.items())
 
 
@@ -158,9 +158,8 @@ def _propose_precisions(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[
             continue
         matmul = _matmul_seconds_per_step(recipe, facts)
         predicted = facts.step_s / (facts.step_s - matmul + matmul * current_rate / rate)
-        yield TuningCandidate(
-            {"precision": name}, predicted, f"its matmuls are about {rate / current_rate:.2f} x as fast here"
-        )
+        reason = f"its matmuls are about {rate / current_rate:.2f} x as fast here"
+        yield TuningCandidate({"precision": name}, predicted, reason)
 
 
 def _propose_compile(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
@@ -181,18 +180,16 @@ def _propose_processes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[T
     for world_size in list_divisors(facts.physical_cores)[1:]:
         micro_size = _largest_micro_size(recipe, global_batch // world_size) if global_batch % world_size == 0 else None
         replicas = apply_changes(recipe, {"parallelism": {"replicate": world_size}})
-        if micro_size is None or not _fits_in_memory(
-            replicas, micro_size, recipe.memory.activation_checkpointing, facts
-        ):
+        mode = recipe.memory.activation_checkpointing
+        if micro_size is None or not _fits_in_memory(replicas, micro_size, mode, facts):
             continue
         grad_sync_s = 2 * (world_size - 1) / world_size * 4 * facts.trainable_parameters / GLOO_BYTES_PER_S
         changes: dict[str, Any] = {"parallelism": {"replicate": world_size}, "batch.micro_size": micro_size}
         if recipe.determinism != "elastic":  # there threads are part of what must not change with the workers
             changes["num_threads"] = facts.physical_cores // world_size
         predicted = facts.step_s / (0.95 * facts.step_s + grad_sync_s)
-        yield TuningCandidate(
-            changes, predicted, "threads wait for each other in every operation, processes once a step"
-        )
+        reason = "threads wait for each other in every operation, processes once a step"
+        yield TuningCandidate(changes, predicted, reason)
 
 
 def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
@@ -200,23 +197,16 @@ def _propose_micro_sizes(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator
     micro_size = recipe.batch.micro_size
     samples_per_group = recipe.batch.global_size // num_data_parallel_groups(recipe, 1)
     larger = [size for size in list_divisors(samples_per_group) if size > micro_size]
-    if (
-        larger
-        and recipe.determinism != "elastic"
-        and _fits_in_memory(recipe, larger[0], recipe.memory.activation_checkpointing, facts)
-    ):
+    mode = recipe.memory.activation_checkpointing
+    if larger and recipe.determinism != "elastic" and _fits_in_memory(recipe, larger[0], mode, facts):
         predicted = 1.05 if facts.device != "cpu" else 1.01
         yield TuningCandidate({"batch.micro_size": larger[0]}, predicted, "fewer, larger operations")
     smaller = _largest_micro_size(recipe, micro_size - 1)
     if smaller is not None and facts.device == "cpu":
         micro_batch_bytes = micro_size * facts.activation_bytes_per_sample
-        reason = (
-            f"{format_bytes(micro_batch_bytes)} of activations are "
-            f"{'more than' if micro_batch_bytes > CPU_CACHE_BYTES else 'about what'} the caches hold"
-        )
-        yield TuningCandidate(
-            {"batch.micro_size": smaller}, 1.03 if micro_batch_bytes > CPU_CACHE_BYTES else 0.92, reason
-        )
+        compared, predicted = ("more than", 1.03) if micro_batch_bytes > CPU_CACHE_BYTES else ("about what", 0.92)
+        reason = f"{format_bytes(micro_batch_bytes)} of activations are {compared} the caches hold"
+        yield TuningCandidate({"batch.micro_size": smaller}, predicted, reason)
 
 
 def _propose_checkpointing(recipe: ResolvedRecipe, facts: TuningFacts) -> Iterator[TuningCandidate]:
@@ -258,11 +248,9 @@ def _fits_in_memory(recipe: ResolvedRecipe, micro_size: int, mode: str, facts: T
         return False
     worker_bytes = facts.memory_bytes // (recipe.parallelism.world if facts.device == "cpu" else 1)
     activations = activation_bytes(recipe, int(sample_bytes), micro_size, recipe.parallelism.world)
+    state = state_bytes(recipe, facts.trainable_parameters, facts.frozen_parameters, facts.device)
     numerator, denominator = USABLE_MEMORY_FRACTION[size_table_of(facts.device)]
-    return (
-        state_bytes(recipe, facts.trainable_parameters, facts.frozen_parameters, facts.device) + activations
-        <= worker_bytes * numerator // denominator
-    )
+    return state + activations <= worker_bytes * numerator // denominator
 
 
 def _largest_micro_size(recipe: ResolvedRecipe, limit: int) -> int | None:

@@ -84,13 +84,8 @@ def calibrate(
     check_output_path("--out", out, ["# A cluster for Phalanx"])  # before measuring takes minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up like Ctrl-C
     with show_progress() as report_progress:
-        choices: dict[str, Any] = {
-            "quick": quick,
-            "num_processes": nproc_per_node,
-            "folder": folder,
-            "locations": locations,
-        }
-        cluster = calibrate(machine, progress=report_progress, **choices)
+        options: dict[str, Any] = {"quick": quick, "num_processes": nproc_per_node, "folder": folder}
+        cluster = calibrate(machine, locations=locations, progress=report_progress, **options)
     save_cluster(cluster, out)
     if as_json:
         typer.echo(json.dumps(cluster.model_dump(mode="json"), indent=2))

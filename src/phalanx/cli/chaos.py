@@ -45,8 +45,7 @@ def chaos(
     ] = 1,
     queue: Annotated[bool, typer.Option("--queue", help="Run as a job of a separate local queue.")] = False,
     baseline: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Finished run or its URL, instead of training one."),
+        str | None, typer.Option(metavar="RUN", help="Finished run or its URL, instead of training one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the fault plan, without training.")] = False,
     as_json: JsonOption = False,
@@ -132,19 +131,12 @@ class ChaosConsole:
 
     def print_plan(self, fault_plan: Sequence[Fault], run_shape: RunShape, seed: int) -> None:
         """Print the fault plan."""
-        nodes = (
-            f" on {run_shape.num_nodes} nodes"
-            if run_shape.num_nodes > 1
-            else " in a queue"
-            if run_shape.uses_queue
-            else ""
-        )
+        nodes = " in a queue" if run_shape.uses_queue else ""  # which is on one node
+        if run_shape.num_nodes > 1:
+            nodes = f" on {run_shape.num_nodes} nodes"
         every = "at the end only" if run_shape.checkpoint_every is None else f"every {run_shape.checkpoint_every}"
-        self._print(
-            f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; "
-            f"{format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps, "
-            f"a checkpoint {every}"
-        )
+        workers = f"{format_plural(run_shape.world_size, 'worker')}{nodes}, {run_shape.steps} steps"
+        self._print(f"{format_plural(len(fault_plan), 'fault')}, seed {seed}; {workers}, a checkpoint {every}")
         columns = [Column(is_number=True, min_width=4), Column(), Column(), Column()]
         rows = [(str(fault.number), fault.kind, describe_target(fault), str(fault.trigger)) for fault in fault_plan]
         for line in format_table(columns, rows):
@@ -153,15 +145,13 @@ class ChaosConsole:
     def on_baseline(self, run: Run) -> None:
         """Print the baseline run."""
         result = run.read_json(run.result) or {}
-        self._print(
-            f"baseline     {run.location}: digest {result.get('digest')}, {format_duration(result.get('duration_s'))}"
-        )
+        duration = format_duration(result.get("duration_s"))
+        self._print(f"baseline     {run.location}: digest {result.get('digest')}, {duration}")
 
     def on_fault(self, one: InjectedFault) -> None:
         """Print an injected fault."""
-        self._print_with_time(
-            f"fault {one.fault.number} of {self._num_faults}: {one.description} ({describe_phase(one)})", one.t
-        )
+        what = f"{one.description} ({describe_phase(one)})"
+        self._print_with_time(f"fault {one.fault.number} of {self._num_faults}: {what}", one.t)
 
     def on_restart(self, num_starts: int) -> None:
         """Print that the run is started again."""
@@ -170,18 +160,15 @@ class ChaosConsole:
     def print_verdict(self, chaos_result: ChaosResult) -> None:
         """Print the verdict."""
         result = chaos_result.run.read_json(chaos_result.run.result) or {}
-        self._print(
-            f"\nfaulted      {chaos_result.run.path}: digest {result.get('digest')}, "
-            f"{format_duration(chaos_result.duration_s)}"
-        )
+        duration = format_duration(chaos_result.duration_s)
+        self._print(f"\nfaulted      {chaos_result.run.path}: digest {result.get('digest')}, {duration}")
         for reason in chaos_result.reasons:
             self._print(f"wrong        {reason}")
         if chaos_result.passed:
             self._print("PASS         equal digests, nothing left behind")
         else:
-            self._print(
-                f"FAIL         {format_plural(len(chaos_result.reasons), 'reason')}; see {chaos_result.run.path.parent}"
-            )
+            reasons = format_plural(len(chaos_result.reasons), "reason")
+            self._print(f"FAIL         {reasons}; see {chaos_result.run.path.parent}")
 
     def _print_with_time(self, text: str, t: float) -> None:
         self._print(f"{time.strftime('%H:%M:%S', time.localtime(t))}  {text}")

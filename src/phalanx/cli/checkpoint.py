@@ -36,14 +36,8 @@ def list_command(path: PathArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    columns = [
-        Column("step", is_number=True),
-        Column("written"),
-        Column("size", is_number=True),
-        Column("samples", is_number=True),
-        Column("tensors", is_number=True),
-        Column(),
-    ]
+    numbers = (Column(title, is_number=True) for title in ("size", "samples", "tensors"))
+    columns = [Column("step", is_number=True), Column("written"), *numbers, Column()]
     print(*format_table(columns, map(_to_cells, rows)), sep="\n")
 
 
@@ -77,11 +71,8 @@ def verify(path: PathArgument, step: StepOption = None, as_json: JsonOption = Fa
     if as_json:
         print(json.dumps(facts))
     else:
-        files = formatting.format_plural(len(manifest.files), "file")
-        print(
-            f"ok  {checkpoint}: {formatting.format_bytes(manifest.nbytes)} in {files}, "
-            f"{formatting.format_duration(duration_s)}"
-        )
+        size, files = formatting.format_bytes(manifest.nbytes), formatting.format_plural(len(manifest.files), "file")
+        print(f"ok  {checkpoint}: {size} in {files}, {formatting.format_duration(duration_s)}")
 
 
 @app.command()

@@ -91,8 +91,7 @@ def prepare(
         typer.Option(metavar="I/N", help="Prepare the Ith of N parts; the last part to end completes the dataset."),
     ] = None,
     on: Annotated[
-        str | None,
-        typer.Option(metavar="BACKEND", help="Submit the parts as jobs: local, slurm, kubernetes or ray."),
+        str | None, typer.Option(metavar="BACKEND", help="Submit the parts as jobs: local, slurm, kubernetes or ray.")
     ] = None,
     tasks: Annotated[int | None, typer.Option(min=1, metavar="N", help="Jobs with --on.")] = None,
     time_limit: TimeLimitOption = None,
@@ -148,11 +147,9 @@ def verify(dataset: DatasetArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(asdict(verified), indent=2))
     else:
-        rate = verified.size_bytes / max(verified.duration_s, 1e-9)
-        print(
-            f"ok  {dataset}: {formatting.format_plural(verified.num_shards, 'shard')}, "
-            f"{formatting.format_bytes(verified.size_bytes)}, {formatting.format_bytes(rate)}/s"
-        )
+        rate = formatting.format_bytes(verified.size_bytes / max(verified.duration_s, 1e-9))
+        shards, size = formatting.format_plural(verified.num_shards, "shard"), verified.size_bytes
+        print(f"ok  {dataset}: {shards}, {formatting.format_bytes(size)}, {rate}/s")
 
 
 @app.command()
@@ -220,10 +217,8 @@ def _parse_source(
         raise UsageError("give one source: text files ('docs/**/*.txt'), --idx IMAGES LABELS, or --images DIR")
     if images is not None and (size is None or min(size) < 1):
         given = "" if size is None else f"--image-size {size[0]} {size[1]}: "
-        raise UsageError(
-            f"{given}--images needs the common size of the images, at least 1 pixel a side, for instance "
-            "--image-size 224 224"
-        )
+        problem = f"{given}--images needs the common size of the images, at least 1 pixel a side"
+        raise UsageError(f"{problem}, for instance --image-size 224 224")
     values = {**text_options, "image_size": size, "format": token_format}
     defaults: dict[str, object] = {"text_field": "text", "exclude": [], "image_size": None, "format": None}
     for key, kinds in SOURCES_WITH.items():
@@ -283,13 +278,9 @@ def show_progress(verb: str = "preparing") -> "Iterator[Callable[[PrepareProgres
             if now.note.startswith("warning: "):  # stays when the bar goes
                 bar.console.print(escape_control_chars(now.note), markup=False, highlight=False)
                 return
-            bar.update(
-                task,
-                total=now.bytes_total,
-                completed=now.bytes_done,
-                amount=_format_progress(now) if now.bytes_total else "",
-                description=escape_control_chars(now.note) or verb,
-            )
+            amount = _format_progress(now) if now.bytes_total else ""
+            note = escape_control_chars(now.note) or verb
+            bar.update(task, total=now.bytes_total, completed=now.bytes_done, amount=amount, description=note)
 
         yield show
 
@@ -311,10 +302,8 @@ class _ProgressLines:
 
 def _format_progress(now: "PrepareProgress") -> str:
     rate = now.bytes_done / now.elapsed_s if now.elapsed_s else 0.0
-    return (
-        f"{formatting.format_bytes(now.bytes_done)} of {formatting.format_bytes(now.bytes_total)}  {now.count:,} done  "
-        f"{formatting.format_bytes(rate)}/s"
-    )
+    done, total, speed = map(formatting.format_bytes, (now.bytes_done, now.bytes_total, rate))
+    return f"{done} of {total}  {now.count:,} done  {speed}/s"
 
 
 def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
@@ -324,23 +313,15 @@ def _print_dataset(facts: dict[str, Any], as_json: bool) -> None:
         return
     sample_text = facts.pop("begins", None)
     conversations = facts.pop("conversations", ())
-    texts = {"size_bytes": formatting.format_bytes(facts["size_bytes"])} | {
-        name: f"{value:,}" if isinstance(value, int) else str(value)
-        for name, value in facts.items()
-        if value is not None and name != "size_bytes"
-    }
-    shown = (
-        (name.removeprefix("num_").removesuffix("_bytes").replace("_", " "), texts[name])
-        for name in facts
-        if name in texts
-    )
+    facts["size_bytes"] = formatting.format_bytes(facts["size_bytes"])
+    labels = {name: name.removeprefix("num_").removesuffix("_bytes").replace("_", " ") for name in facts}
+    texts = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()}
+    shown = ((labels[name], texts[name]) for name, value in facts.items() if value is not None)
     print(*format_facts(shown, label_width=12), sep="\n")
     if sample_text:
         print(f"\n{sample_text}")
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("{+", "+}")
     for number, pieces in enumerate(conversations, 1):
-        shown_pieces = (
-            f"{begin}{escape_control_chars(text)}{end}" if in_loss else escape_control_chars(text)
-            for text, in_loss in pieces
-        )
-        print(f"\n--- {number}", "".join(shown_pieces), sep="\n")
+        shown_pieces = ((escape_control_chars(text), in_loss) for text, in_loss in pieces)
+        marked = (f"{begin}{text}{end}" if in_loss else text for text, in_loss in shown_pieces)
+        print(f"\n--- {number}", "".join(marked), sep="\n")

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli.options import (
-    BestOption,
-    DeviceOption,
-    JsonOption,
-    ModelArgument,
-    StepOption,
-    TrustCodeOption,
-    print_warning,
-)
+from phalanx.cli import options
 from phalanx.text_table import Column, format_facts, format_table
 
 if TYPE_CHECKING:
@@ -27,7 +19,7 @@ TASKS_WITH_PERPLEXITY = ("language-modeling", "chat", "distillation")
 
 
 def evaluate(
-    run: ModelArgument,
+    run: options.ModelArgument,
     samples: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Evaluate at most N validation samples.", show_default="all")
     ] = None,
@@ -45,11 +37,11 @@ def evaluate(
             show_default="lm_eval on the PATH",
         ),
     ] = None,
-    step: StepOption = None,
-    best: BestOption = False,
-    trust_code: TrustCodeOption = False,
-    device: DeviceOption = None,
-    as_json: JsonOption = False,
+    step: options.StepOption = None,
+    best: options.BestOption = False,
+    trust_code: options.TrustCodeOption = False,
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Evaluate a run's checkpoint on the validation set: loss and the task's metrics.
 
@@ -63,9 +55,9 @@ def evaluate(
         from phalanx.app.lm_eval import evaluate_tasks, find_lm_eval
 
         command = find_lm_eval(lm_eval)
-        _print_tasks(evaluate_tasks(run, selection, tasks, command, device, samples, print_warning), as_json)
+        _print_tasks(evaluate_tasks(run, selection, tasks, command, device, samples, options.print_warning), as_json)
         return
-    scores = evaluate_run(Run.open_existing(run), selection, device, samples, print_warning)
+    scores = evaluate_run(Run.open_existing(run), selection, device, samples, options.print_warning)
     result = scores.result
     facts = {"checkpoint": scores.checkpoint, "loss": result.loss, **result.metrics, "num_samples": result.num_samples}
     if as_json:
@@ -73,11 +65,8 @@ def evaluate(
         return
     if scores.task in TASKS_WITH_PERPLEXITY:
         facts["perplexity"] = math.exp(result.loss)
-    texts = (
-        (name.removeprefix("num_"), f"{value:.6g}" if isinstance(value, float) else str(value))
-        for name, value in facts.items()
-    )
-    typer.echo("\n".join(format_facts(texts)))
+    texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in facts.items()}
+    typer.echo("\n".join(format_facts((name.removeprefix("num_"), text) for name, text in texts.items())))
 
 
 def _print_tasks(scores: "Sequence[TaskScore]", as_json: bool) -> None:

@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.options import (
-    BackendOption,
-    BackendOptionOption,
-    BackendOptionsCommand,
-    CpusOption,
-    ForceOption,
-    GpusOption,
-    JsonOption,
-    MemoryOption,
-    NodesOption,
-    NprocOption,
-    SnapshotOption,
-    TimeLimitOption,
-)
+from phalanx.cli import options
 from phalanx.errors import ExitCode, UsageError
 from phalanx.formatting import format_duration
 from phalanx.std_streams import escape_control_chars
@@ -38,7 +25,7 @@ app = typer.Typer(
 JobIdArgument = Annotated[str, typer.Argument(metavar="ID", help="Job ID, as shown by `phalanx jobs ls`.")]
 
 
-@app.command(cls=BackendOptionsCommand)
+@app.command(cls=options.BackendOptionsCommand)
 def submit(
     what: Annotated[
         list[str],
@@ -46,19 +33,19 @@ def submit(
             metavar="RECIPE... [KEY=VALUE]...", help="Recipes and overrides; with --framework, a command after `--`."
         ),
     ],
-    on: BackendOption = "local",
+    on: options.BackendOption = "local",
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Job name.", show_default="name of the recipe or script")
     ] = None,
     run: Annotated[
         str | None, typer.Option(metavar="DIR|URL", help="Run directory or URL; of an array, that of its runs.")
     ] = None,
-    nproc_per_node: NprocOption = None,
-    nodes: NodesOption = "1",
-    gpus: GpusOption = None,
-    cpus: CpusOption = None,
-    memory: MemoryOption = None,
-    time_limit: TimeLimitOption = None,
+    nproc_per_node: options.NprocOption = None,
+    nodes: options.NodesOption = "1",
+    gpus: options.GpusOption = None,
+    cpus: options.CpusOption = None,
+    memory: options.MemoryOption = None,
+    time_limit: options.TimeLimitOption = None,
     priority: Annotated[int, typer.Option(metavar="N", help="Priority: higher starts first.")] = 0,
     framework: Annotated[
         str | None, typer.Option(metavar="NAME", help="Run a command: torch, jax, tensorflow, mpi or plain.")
@@ -70,8 +57,8 @@ def submit(
         list[str] | None,
         typer.Option(metavar="KEY", help="Pass this environment variable without exposing its value (repeatable)."),
     ] = None,
-    backend_option: BackendOptionOption = None,
-    snapshot: SnapshotOption = None,
+    backend_option: options.BackendOptionOption = None,
+    snapshot: options.SnapshotOption = None,
     sweep_axes: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +70,7 @@ def submit(
     max_parallel: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Array members that run concurrently.")
     ] = None,
-    force: ForceOption = False,
+    force: options.ForceOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")
     ] = False,
@@ -113,9 +100,8 @@ def submit(
         raise UsageError("--max-parallel is for arrays: give several recipes, or --sweep")
     rejected = [option for option, is_given in (("--run", run is not None), ("--force", force)) if is_given]
     if framework is not None and rejected:
-        raise UsageError(
-            f"{rejected[0]} is for recipes and scripts of runs; with --framework give it to the command itself"
-        )
+        problem = f"{rejected[0]} is for recipes and scripts of runs"
+        raise UsageError(f"{problem}; with --framework give it to the command itself")
     if is_array:
         jobs = app_submit.make_sweep(
             recipes,
@@ -150,8 +136,8 @@ def submit(
 @app.command("ls")
 def list_jobs(
     array: Annotated[str | None, typer.Argument(metavar="[ARRAY]", help="Show only the members of this array.")] = None,
-    on: BackendOption = "local",
-    as_json: JsonOption = False,
+    on: options.BackendOption = "local",
+    as_json: options.JsonOption = False,
 ) -> None:
     """List jobs, oldest first."""
     backend = _open_backend(on, restart_daemon=True)
@@ -169,7 +155,7 @@ def list_jobs(
 
 
 @app.command("status")
-def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption = False) -> None:
+def status(job: JobIdArgument, on: options.BackendOption = "local", as_json: options.JsonOption = False) -> None:
     """Show the state of a job."""
     backend = _open_backend(on, restart_daemon=True)
     status = backend.poll(job)
@@ -183,7 +169,7 @@ def status(job: JobIdArgument, on: BackendOption = "local", as_json: JsonOption 
 @app.command()
 def logs(
     job: JobIdArgument,
-    on: BackendOption = "local",
+    on: options.BackendOption = "local",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Print the backend's log also for a training run.")] = False,
 ) -> None:
@@ -206,7 +192,7 @@ def signal(
     signal_name: Annotated[
         str, typer.Argument(metavar="SIGNAL", help="Signal, such as USR1, which makes a run save and stop.")
     ],
-    on: BackendOption = "local",
+    on: options.BackendOption = "local",
 ) -> None:
     """Send a signal to a job's processes on each node."""
     import signal as signals
@@ -219,7 +205,7 @@ def signal(
 
 
 @app.command()
-def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
+def pause(job: JobIdArgument, on: options.BackendOption = "local") -> None:
     """Save, stop and hold a job until `jobs resume`."""
     from phalanx.jobs.backends.base import PAUSED_PREFIX
 
@@ -230,7 +216,7 @@ def pause(job: JobIdArgument, on: BackendOption = "local") -> None:
 
 
 @app.command()
-def resume(job: JobIdArgument, on: BackendOption = "local") -> None:
+def resume(job: JobIdArgument, on: options.BackendOption = "local") -> None:
     """Resume a paused or held job.
 
     It resumes from its checkpoint; a job that is held because of unfit nodes, on other nodes.
@@ -245,7 +231,7 @@ def cancel(
     jobs: Annotated[
         list[str], typer.Argument(metavar="ID...", help="Job IDs or names of arrays, as shown by `phalanx jobs ls`.")
     ],
-    on: BackendOption = "local",
+    on: options.BackendOption = "local",
 ) -> None:
     """Cancel jobs or arrays.
 

@@ -39,7 +39,7 @@ _COMMAND_MODULES = {
     "report": ("phalanx.cli.report:report", "Report what a run did and where its time went."),
     "compare": ("phalanx.cli.report:compare", "Compare runs: recipes, loss, speed."),
     "generate": ("phalanx.cli.generate:generate", "Generate text from a run's checkpoint."),
-    "chat": ("phalanx.cli.chat:chat", "Talk with a trained model in the terminal."),
+    "chat": ("phalanx.cli.generate:chat", "Talk with a trained model in the terminal."),
     "evaluate": ("phalanx.cli.evaluate:evaluate", "Evaluate a run's checkpoint on the validation set."),
     "profile": ("phalanx.cli.profile:profile", "Profile a few training steps."),
     "jobs": ("phalanx.cli.jobs:app", "Submit, list, follow and cancel jobs, locally or on a cluster."),

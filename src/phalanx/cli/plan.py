@@ -18,6 +18,7 @@ from phalanx.formatting import (
     format_count,
     format_duration,
     format_percent,
+    format_plural,
     format_rate,
     format_significant,
 )
@@ -99,21 +100,17 @@ def plan(
 
 
 def _print_fits(recipe: str, overrides: list[str], as_json: bool) -> None:
-    from phalanx.app.finetune_fits import find_fits
+    from phalanx.app.plan import find_fits
 
     run, bases = find_fits(recipe, overrides)
     if as_json:
         typer.echo(json.dumps([asdict(base) for base in bases], indent=2))
         return
-    notes = {run.base_dtype: " (this recipe)"}
-    rows = [
-        (
-            base.base_dtype + notes.get(base.base_dtype, ""),
-            f"{base.weight_bytes / BYTES_PER_GIB:.1f} GiB",
-            *(f"{length:,}" if length else "-" for length in base.max_seq_len.values()),
-        )
-        for base in bases
-    ]
+    rows = []
+    for base in bases:
+        lengths = (f"{length:,}" if length else "-" for length in base.max_seq_len.values())
+        note = " (this recipe)" if base.base_dtype == run.base_dtype else ""
+        rows.append((f"{base.base_dtype}{note}", f"{base.weight_bytes / BYTES_PER_GIB:.1f} GiB", *lengths))
     numbers = (Column(name, is_number=True) for name in ("weights", *bases[0].max_seq_len))
     lines = [
         f"{format_count(run.sizes.num_parameters)} parameters; adapters of rank {run.adapter_rank}: "
@@ -131,20 +128,17 @@ def format_plan(run_plan: "RunPlan", top: int) -> list[str]:
     """Format the plan as lines of text."""
     from phalanx.app.plan import format_seconds, rank_candidates
 
-    recipe = run_plan.recipe
-    cluster = run_plan.cluster
-    best = run_plan.best
+    recipe, cluster, best = run_plan.recipe, run_plan.cluster, run_plan.best
     device = cluster.node.accelerator
     nodes = -(-run_plan.num_devices // cluster.node.count)
+    rows = [_to_cells(rank, *each) for rank, each in enumerate(rank_candidates(run_plan, top), 1)]
     lines = [
         f"{recipe.name}: {format_count(run_plan.parameters)} parameters, {recipe.batch.global_size} samples of "
-        f"{run_plan.units_per_sample} {'token' if run_plan.units_per_sample == 1 else 'tokens'} a step",
+        f"{format_plural(run_plan.units_per_sample, 'token')} a step",
         f"{run_plan.num_devices:,} x {device.name} on {nodes:,} {'node' if nodes == 1 else 'nodes'} "
         f"({cluster.name}); costs from {COST_SOURCE_TEXTS[run_plan.cost_source]}",
         "",
-        *format_table(
-            CANDIDATE_COLUMNS, (_to_cells(rank, *each) for rank, each in enumerate(rank_candidates(run_plan, top), 1))
-        ),
+        *format_table(CANDIDATE_COLUMNS, rows),
         f"   best of {run_plan.num_valid:,} valid candidates",
         "",
         f"step time  {format_seconds(best.step_s)} (90% interval {format_seconds(run_plan.low_s)} to "
@@ -171,9 +165,7 @@ def _to_cells(rank: int, candidate: "Candidate", slowdown_reason: str) -> tuple[
 
 def _format_totals(run_plan: "RunPlan") -> list[str]:
     """Format speed, memory, energy, cost, failures and scaling."""
-    best = run_plan.best
-    cost = run_plan.cost
-    prices = run_plan.cluster.prices
+    best, cost, prices = run_plan.best, run_plan.cost, run_plan.cluster.prices
     units_per_s = run_plan.recipe.batch.global_size * run_plan.units_per_sample / best.step_s
     units = "tokens" if run_plan.units_per_sample > 1 else "samples"
     memory_gib = run_plan.cluster.node.accelerator.memory_gib
@@ -195,17 +187,13 @@ def _format_totals(run_plan: "RunPlan") -> list[str]:
     if costs:
         lines.append(f"cost       {', '.join(costs)}")
     if (checkpoints := run_plan.checkpoint_plan) is not None:
-        lines.append(
-            f"failures   every {format_duration(checkpoints.mtbf_s)}; with a checkpoint every "
-            f"{format_duration(checkpoints.interval_s)} (Daly), "
-            f"{format_percent(checkpoints.productive)} of the time is productive"
-        )
+        mtbf, interval = map(format_duration, (checkpoints.mtbf_s, checkpoints.interval_s))
+        productive = f"{format_percent(checkpoints.productive)} of the time is productive"
+        lines.append(f"failures   every {mtbf}; with a checkpoint every {interval} (Daly), {productive}")
     if len(run_plan.scaling) > 1:
         base_world, base_speed = run_plan.scaling[0]
-        efficiencies = ", ".join(
-            f"{world:,}: {format_percent(speed / base_speed * base_world / world)}"
-            for world, speed in run_plan.scaling[1:][-5:]
-        )
+        shares = {world: speed / base_speed * base_world / world for world, speed in run_plan.scaling[1:][-5:]}
+        efficiencies = ", ".join(f"{world:,}: {format_percent(share)}" for world, share in shares.items())
         lines.append(f"scaling    weak-scaling efficiency relative to {base_world:,}: {efficiencies}")
     return lines
 
@@ -240,17 +228,14 @@ def format_explanation(run_plan: "RunPlan") -> list[str]:
 
     memory = {name.replace("_", " "): value for name, value in vars(run_plan.footprint).items() if value > 0}
     memory["total"] = run_plan.footprint.total
+    rows = [(name, f"{value / BYTES_PER_GIB:.2f} GiB") for name, value in memory.items()]
     return [
         "",
         "step time of the best candidate",
         format_breakdown(run_plan.best.breakdown),
         "",
         "memory of the fullest device",
-        *format_table(
-            [Column(min_width=42), Column(is_number=True)],
-            ((name, f"{value / BYTES_PER_GIB:.2f} GiB") for name, value in memory.items()),
-            indent=2,
-        ),
+        *format_table([Column(min_width=42), Column(is_number=True)], rows, indent=2),
     ]
 
 
@@ -299,14 +284,9 @@ def _candidate_to_json(candidate: "Candidate") -> dict[str, Any]:
 
 def _format_parallelism(candidate: "Candidate") -> str:
     parallelism = candidate.scenario.parallelism
-    sizes = [
-        f"{name} {getattr(parallelism, name)}"
-        for name in ("replicate", "shard", "tensor", "pipeline", "context", "expert")
-        if getattr(parallelism, name) > 1
-    ]
-    if parallelism.pipeline > 1 and (candidate.scenario.virtual_stages > 1 or parallelism.pipeline_schedule != "1f1b"):
-        sizes.append(
-            f"{parallelism.pipeline_schedule}"
-            + (f" {candidate.scenario.virtual_stages}" if candidate.scenario.virtual_stages > 1 else "")
-        )
+    dimensions = ("replicate", "shard", "tensor", "pipeline", "context", "expert")
+    sizes = [f"{name} {getattr(parallelism, name)}" for name in dimensions if getattr(parallelism, name) > 1]
+    schedule, num_virtual = parallelism.pipeline_schedule, candidate.scenario.virtual_stages
+    if parallelism.pipeline > 1 and (num_virtual > 1 or schedule != "1f1b"):
+        sizes.append(f"{schedule} {num_virtual}" if num_virtual > 1 else schedule)
     return ", ".join(sizes) or "one device"

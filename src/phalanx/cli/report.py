@@ -49,9 +49,8 @@ def report(
     if html is not None:
         write_page(html, render_report_html(summary, history, recommendations))
     if as_json:
-        typer.echo(
-            json.dumps({**summary.to_json(), "recommendations": [each.to_json() for each in recommendations]}, indent=2)
-        )
+        facts = {**summary.to_json(), "recommendations": [each.to_json() for each in recommendations]}
+        typer.echo(json.dumps(facts, indent=2))
     elif html is not None:
         typer.echo(f"wrote {html}")
     else:
@@ -83,7 +82,6 @@ def compare(
 
 def write_page(path: Path, text: str) -> None:
     """Write a page. UsageError where that cannot be done."""
-
     try:
         write_output(path, text)
     except OSError as error:

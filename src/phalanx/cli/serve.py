@@ -49,16 +49,9 @@ def serve_pages(
     from phalanx.serve.app import ServeOptions
     from phalanx.serve.app import serve as run_server
 
-    options = ServeOptions(
-        [_open_root(each) for each in runs or ["runs"]],
-        on,
-        host,
-        port,
-        allow_actions,
-        os.environ.get("PHALANX_SERVE_TOKEN") or None,
-        not no_token,
-        proxy_name or (),
-    )
+    roots = [_open_root(each) for each in runs or ["runs"]]
+    token = os.environ.get("PHALANX_SERVE_TOKEN") or None
+    options = ServeOptions(roots, on, host, port, allow_actions, token, not no_token, proxy_name or ())
     run_server(options, added, lambda address: print(f"serving {address} (Ctrl-C ends)", flush=True))
 
 

@@ -16,21 +16,10 @@ from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.supervise import train_script
 from phalanx.app.train import TrainObserver, train_run
 from phalanx.app.train_arguments import TrainArguments, find_kept_recipe
+from phalanx.cli import options
 from phalanx.cli.data import show_progress
-from phalanx.cli.options import (
-    BackendOption,
-    BackendOptionOption,
-    CpusOption,
-    ForceOption,
-    GpusOption,
-    MemoryOption,
-    NodesOption,
-    NprocOption,
-    SnapshotOption,
-    TimeLimitOption,
-)
 from phalanx.errors import ExitCode, UsageError
-from phalanx.formatting import format_count, format_duration
+from phalanx.formatting import format_count, format_duration, format_plural
 from phalanx.jobs.agent.leader_agent import RunOutcome
 from phalanx.observe.progress import DeferredDisplay, LogProgressDisplay, make_display, read_run_facts
 from phalanx.recipe.load import dump_recipe
@@ -62,19 +51,19 @@ def train(
     run: Annotated[
         str | None, typer.Option(metavar="DIR|URL", help="Run directory, or its URL.", show_default="runs/<name>")
     ] = None,
-    nproc_per_node: NprocOption = None,
-    force: ForceOption = False,
+    nproc_per_node: options.NprocOption = None,
+    force: options.ForceOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prepare the data and print the resolved recipe, without training.")
     ] = False,
-    on: BackendOption = "local",
-    nodes: NodesOption = "1",
-    gpus: GpusOption = None,
-    cpus: CpusOption = None,
-    memory: MemoryOption = None,
-    time_limit: TimeLimitOption = None,
-    backend_option: BackendOptionOption = None,
-    snapshot: SnapshotOption = None,
+    on: options.BackendOption = "local",
+    nodes: options.NodesOption = "1",
+    gpus: options.GpusOption = None,
+    cpus: options.CpusOption = None,
+    memory: options.MemoryOption = None,
+    time_limit: options.TimeLimitOption = None,
+    backend_option: options.BackendOptionOption = None,
+    snapshot: options.SnapshotOption = None,
 ) -> int:
     """Train a recipe, or resume a run.
 
@@ -249,7 +238,7 @@ def format_introduction(prepared: PreparedRun) -> str:
         *([f"adapter  {plan['adapters']}"] if plan.get("adapters") else []),
         f"machine  {cluster.get('device_name')}, {cluster.get('physical_cores')} cores; "
         f"measured matmul TFLOP/s: {rates_text}",
-        f"workers  {num_workers} x {recipe.num_threads} {'thread' if recipe.num_threads == 1 else 'threads'}",
+        f"workers  {num_workers} x {format_plural(recipe.num_threads, 'thread')}",
     ]
     if data_summary := plan.get("data_summary"):
         lines.append(f"data     {data_summary}")
@@ -263,10 +252,8 @@ def format_introduction(prepared: PreparedRun) -> str:
         when = "at the end only (checkpoint.every: null)" if every is None else "when a checkpoint saves them"
         lines.append(f"trackers charts of {', '.join(delayed)} get steps {when}")
     if predicted := plan.get("predicted_step_s"):
-        lines.append(
-            f"predicted {format_duration(predicted)}/step, {format_duration(predicted * recipe.steps)} "
-            f"for {recipe.steps} steps"
-        )
+        step, run = map(format_duration, (predicted, predicted * recipe.steps))
+        lines.append(f"predicted {step}/step, {run} for {recipe.steps} steps")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from phalanx.cli.options import OverridesArgument, RecipeArgument, name_output
 from phalanx.errors import UsageError
-from phalanx.formatting import format_duration
+from phalanx.formatting import format_duration, format_plural
 from phalanx.std_streams import word_of
 from phalanx.text_table import Column, format_table
 
@@ -94,8 +94,8 @@ class TuneConsole:
         )
         print(
             f"{recipe.precision}, compile={str(recipe.compile).lower()}, batch.micro_size={recipe.batch.micro_size}, "
-            f"{num_workers} {'process' if num_workers == 1 else 'processes'} x {recipe.num_threads} "
-            f"{'thread' if recipe.num_threads == 1 else 'threads'}: {format_duration(seconds)} a step\n"
+            f"{num_workers} {'process' if num_workers == 1 else 'processes'} x "
+            f"{format_plural(recipe.num_threads, 'thread')}: {format_duration(seconds)} a step\n"
         )
         print(*format_table(TRIAL_COLUMNS, []), flush=True)
 
@@ -122,10 +122,8 @@ def _format_conclusion(result: "TuneResult", recipe: str, out: Path) -> list[str
     if result.total is None:
         lines.append(f"no trial is faster than `phalanx train {word_of(recipe)}`")
     else:
-        lines.append(
-            f"{format_duration(result.total.baseline_s)} -> {format_duration(result.total.candidate_s)} a step: "
-            f"{format_gain(result.total)} as fast"
-        )
+        before, after = map(format_duration, (result.total.baseline_s, result.total.candidate_s))
+        lines.append(f"{before} -> {after} a step: {format_gain(result.total)} as fast")
     nproc_option = [] if result.num_workers == 1 else ["--nproc-per-node", str(result.num_workers)]
     return [*lines, f"wrote {out}; train it with: phalanx train {' '.join([word_of(out), *nproc_option])}"]
 

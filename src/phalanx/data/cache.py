@@ -6,21 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.data import stream
 from phalanx.data.dataset_files import open_dataset_files
 from phalanx.data.manifest import TOKENIZER_FILE, is_dataset, read_manifest
 from phalanx.data.prepare import WHOLE_DATASET, DatasetPart, prepare_source, prepare_stream
 from phalanx.data.prepare_plan import PreparePlan, PrepareProgress, ignore_progress, make_prepare_plan, read_done_file
 from phalanx.data.reader import DataInfo
 from phalanx.data.source_files import join_location
-from phalanx.data.stream import (
-    StreamDescription,
-    check_stream_error,
-    forget_stream_error,
-    is_being_prepared,
-    is_stream,
-    preparation_order,
-    report_stream_error,
-)
 from phalanx.data.tokenizers import check_tokenizer, load_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S
 from phalanx.errors import ExitCode, PhalanxError, RecipeError, describe_os_error
@@ -57,14 +49,12 @@ def prepare_cached(
     plan = make_prepare_plan(source, data, recipe_dir)
     dataset_dir = (cache_dir or cache_root()) / "data" / plan.cache_key
     if data.prepare == "stream":
-        return _start_stream(
-            source, data, recipe_dir, dataset_dir.with_name(f"{dataset_dir.name}.stream"), plan, order, part
-        )
+        stream_dir = dataset_dir.with_name(f"{dataset_dir.name}.stream")
+        return _start_stream(source, data, recipe_dir, stream_dir, plan, order, part)
     if is_dataset(dataset_dir):
         return dataset_dir
-    return prepare_source(
-        source, data, recipe_dir, dataset_dir, num_workers=num_workers, report_progress=report_progress
-    )
+    how: Any = {"num_workers": num_workers, "report_progress": report_progress}
+    return prepare_source(source, data, recipe_dir, dataset_dir, **how)
 
 
 _preparing: list[CallProcess] = []
@@ -84,27 +74,21 @@ def _start_stream(
     is described. Raises what the preparation says is wrong by then."""
     if plan.kind not in ("text", "jsonl", "parquet"):
         raise RecipeError(f"data.prepare: found stream for {plan.kind}, expected `first`: only text is streamed")
-    pieces = preparation_order(StreamDescription.from_plan(plan), *order)
+    pieces = stream.preparation_order(stream.StreamDescription.from_plan(plan), *order)
     directory.mkdir(parents=True, exist_ok=True)
     is_finished = all(read_done_file(directory, number) for number in range(len(plan.pieces)))
     if is_finished and is_dataset(directory):
         return directory
-    if not is_being_prepared(directory):
-        forget_stream_error(directory)
+    if not stream.is_being_prepared(directory):
+        stream.forget_stream_error(directory)
         process = CallProcess()
-        payload: dict[str, Any] = {
-            "source": source.model_dump(),
-            "data": data.model_dump(),
-            "directory": str(directory),
-        }
-        payload |= {
-            "recipe_dir": str(recipe_dir.absolute()),
-            "first_pieces": [*pieces[part.index :: part.num_parts], *pieces],
-        }
+        payload: dict[str, Any] = {"source": source.model_dump(), "data": data.model_dump()}
+        payload |= {"recipe_dir": str(recipe_dir.absolute()), "directory": str(directory)}
+        payload["first_pieces"] = [*pieces[part.index :: part.num_parts], *pieces]
         process.send_call(f"{__name__}:prepare_in_background", payload)
         _preparing.append(process)
-        while not (is_stream(directory) and is_dataset(directory)):
-            check_stream_error(directory)
+        while not (stream.is_stream(directory) and is_dataset(directory)):
+            stream.check_stream_error(directory)
             if process.process.poll() is not None:
                 raise PhalanxError(f"{directory}: the process that prepares it was killed", ExitCode.UNFINISHED)
             time.sleep(POLL_INTERVAL_S)
@@ -116,17 +100,12 @@ def prepare_in_background(payload: dict[str, Any]) -> None:
     os.nice(10)  # training goes first
     directory = Path(payload["directory"])
     try:
-        prepare_stream(
-            DataSource.model_validate(payload["source"]),
-            DataConfig.model_validate(payload["data"]),
-            Path(payload["recipe_dir"]),
-            directory,
-            payload["first_pieces"],
-        )
+        source, data = DataSource.model_validate(payload["source"]), DataConfig.model_validate(payload["data"])
+        prepare_stream(source, data, Path(payload["recipe_dir"]), directory, payload["first_pieces"])
     except PhalanxError as error:
-        report_stream_error(directory, error)
+        stream.report_stream_error(directory, error)
     except OSError as error:
-        report_stream_error(directory, PhalanxError(describe_os_error(error), ExitCode.UNFINISHED))
+        stream.report_stream_error(directory, PhalanxError(describe_os_error(error), ExitCode.UNFINISHED))
     os._exit(0)  # it is asked for nothing else, and a run may take days
 
 
@@ -145,7 +124,6 @@ def prepare_all_sources(
     is prepared first.
     """
     leading, *others = data.sources
-
     order = (holdout_fraction(evaluation), seed)
 
     def prepare_one(source: DataSource, data: DataConfig) -> DataSource:

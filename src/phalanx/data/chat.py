@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat_images import (
     ImageProcessor,
     count_images,
@@ -28,14 +27,15 @@ from phalanx.data.chat_images import (
 )
 from phalanx.data.chat_template import ChatTemplate, Message, RenderedChat, Span, TemplateRenderer
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
+from phalanx.data.rows import BadRowError
 from phalanx.data.text_records import encode_texts, margin_to_number
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import ChatConfig
 
-PAIRS = ("pairs", "rewards")
+PAIRED_RECORDS = ("pairs", "rewards")
 """Records of a chosen and a rejected conversation."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -131,7 +131,8 @@ def _read_answer(record: Mapping[str, Any], key: str) -> Conversation:
         else:
             return _read_conversation({"prompt": prompt, "completion": answer})
     before = prompt if isinstance(prompt, list) else []
-    if isinstance(prompt, str) and not any(_role(message) == "user" for message in answer):
+    roles = [message.get("role") for message in answer if isinstance(message, dict)]
+    if isinstance(prompt, str) and "user" not in roles:
         before = [{"role": "user", "content": prompt}]
     return _read_conversation({**record, "messages": [*before, *answer], "prompt": None})
 
@@ -174,10 +175,6 @@ def _from_sharegpt(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
 def _read_message(number: int, message: Any) -> dict[str, Any]:
     where = f"messages[{number}]"
     if not isinstance(message, dict):
@@ -185,8 +182,9 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     # Tables have a column for each key of any record: null stands for a missing one.
     values = {key: value for key, value in message.items() if value is not None}
     role, content = values.get("role"), values.get("content", "")
-    if role not in ROLES:
-        raise BadRowError("with an unknown role", f"{where}.role: found {role!r}, expected one of {', '.join(ROLES)}")
+    if role not in MESSAGE_ROLES:
+        expected = f"expected one of {', '.join(MESSAGE_ROLES)}"
+        raise BadRowError("with an unknown role", f"{where}.role: found {role!r}, {expected}")
     text = content
     if isinstance(content, list):
         text = "".join("" if is_image(part) else _part_text(where, part) for part in content)
@@ -299,18 +297,16 @@ class ChatEncoder:
         """The texts of a conversation, and the names that stand for text in them."""
         names: list[str] = []
         if conversation.prompt is not None:
-            prompt, completion = (
-                self._hide_control_names(text, names) for text in (conversation.prompt, conversation.completion)
-            )
+            prompt = self._hide_control_names(conversation.prompt, names)
+            completion = self._hide_control_names(conversation.completion, names)
             end = self._tokenizer.separator_token
             ending = "" if end is None else self._tokenizer.control_tokens[end]
             ending = "\0" if self._tokenizer.name == "bytes" else ending
             text = prompt + completion + ending
             return [_TrainedText(text, ((len(prompt), len(text)),))], names
         if self._renderer is None:
-            raise BadRowError(
-                "without a chat template", "messages need a chat template: data.chat.template", RecipeError
-            )
+            why = "messages need a chat template: data.chat.template"
+            raise BadRowError("without a chat template", why, RecipeError)
         messages = [self._hide_in_message(message, names) for message in conversation.messages]
         hidden = replace(conversation, tools=self._hide_in_texts(conversation.tools, names))
         return list(self._render_messages(messages, hidden)), names
@@ -324,16 +320,16 @@ class ChatEncoder:
         first_user = next(number for number, message in enumerate(messages) if message["role"] == "user")
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > first_user]
         spans: list[Span] = []
-        for number in answers[-1:] if self._config.train_on == "last" or self._config.records in PAIRS else answers:
+        only_last = self._config.train_on == "last" or self._config.records in PAIRED_RECORDS
+        for number in answers[-1:] if only_last else answers:
             through = self._render_text(messages[: number + 1], conversation).text
             before = self._find_prompt(messages[:number], conversation, through)
             if not through.startswith(before):
-                raise BadRowError(
-                    "refused by the chat template",
+                why = (
                     f"messages[{number}]: its rendering does not begin with that of the messages before it, so what "
-                    f"the model is to write is not known: {_shorten(before)} ... {_shorten(through)}",
-                    RecipeError,
+                    f"the model is to write is not known: {_shorten(before)} ... {_shorten(through)}"
                 )
+                raise BadRowError("refused by the chat template", why, RecipeError)
             for call in messages[number].get("tool_calls") or ():
                 if call["function"]["name"] not in through[len(before) :]:
                     why = f"messages[{number}].tool_calls: the chat template leaves them out, so none would be learned"
@@ -467,13 +463,12 @@ class ChatEncoder:
                 return end
         if behind < len(is_control) and is_control[behind]:
             return behind + 1
-        raise BadRowError(
-            "without an end of turn",
+        why = (
             "the chat template puts no control token behind an assistant's message, so the model would never learn to "
             f"stop: {_shorten(trained.text)}; end it with {{{{ eos_token }}}} in a template of your own "
-            "(data.chat.template)",
-            RecipeError,
+            "(data.chat.template)"
         )
+        raise BadRowError("without an end of turn", why, RecipeError)
 
     def _encode(self, text: str, names: list[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens of a rendered text, and the character where each begins."""

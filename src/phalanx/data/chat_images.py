@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.manifest import TOKENIZER_FILE
+from phalanx.data.rows import BadRowError
 from phalanx.errors import RecipeError, UsageError
 from phalanx.recipe.imports import HF_CONFIG_FILE, describe_exception
 from phalanx.run.companions import IMAGE_PROCESSOR_FILES, TOKENIZER_CONFIG_FILE
 from phalanx.safe_files import read_json, read_text
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 from phalanx.storage.url import is_url
 
 IMAGE_INPUT = "image:"

@@ -17,7 +17,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from phalanx.data.bad_rows import BadRowError
+from phalanx.data.rows import BadRowError
+from phalanx.data.tokenizers import read_token_name
 from phalanx.errors import DataError, RecipeError
 from phalanx.run.companions import CHAT_TEMPLATE_FILE
 from phalanx.safe_files import read_json, read_text
@@ -56,14 +57,13 @@ class RenderedChat:
 def load_chat_template(own: Path | None, tokenizer_directory: Path | None) -> ChatTemplate:
     """Load the template of the file `own`, or else that of a tokenizer's directory. Raises RecipeError if there is none
     or it is not Jinja."""
-    configs = (
-        [] if tokenizer_directory is None else [_read_config(tokenizer_directory / name) for name in _CONFIG_FILES]
-    )
+    files = [] if tokenizer_directory is None else [tokenizer_directory / name for name in _CONFIG_FILES]
+    configs = list(map(_read_config, files))
     tokens = {
         key: token
         for config in reversed(configs)
         for key, value in config.items()
-        if key.endswith("_token") and (token := _token_text(value)) is not None
+        if key.endswith("_token") and (token := read_token_name(value)) is not None
     }
     if own is not None:
         try:
@@ -113,11 +113,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     except DataError as error:
         raise RecipeError(f"data.tokenizer: {error}") from None
-
-
-def _token_text(value: object) -> str | None:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
 
 
 class TemplateRenderer:
@@ -187,11 +182,9 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in _MARKS)
+        marks = map(jinja2.nodes.TemplateData, (_GENERATION_BEGIN, _GENERATION_END))
+        begin, end = (jinja2.nodes.Output([mark]) for mark in marks)
         return [begin.set_lineno(line), *body, end.set_lineno(line)]
-
-
-_MARKS = (_GENERATION_BEGIN, _GENERATION_END)
 
 
 def _environment() -> jinja2.Environment:

@@ -50,10 +50,8 @@ def detect_compression(path: str | Path, first_bytes: bytes) -> str | None:
     for kind, (magic, _) in _COMPRESSION_SIGNATURES.items():
         if first_bytes.startswith(magic) and (kind != "bzip2" or first_bytes[4:10] == _BZIP2_BLOCK):
             return kind
-    name = str(path).lower()
-    return next(
-        (kind for kind, (_, endings) in _COMPRESSION_SIGNATURES.items() if first_bytes and name.endswith(endings)), None
-    )
+    name = str(path).lower() if first_bytes else ""
+    return next((kind for kind, (_, endings) in _COMPRESSION_SIGNATURES.items() if name.endswith(endings)), None)
 
 
 def detect_file_compression(path: str | Path) -> str | None:
@@ -100,8 +98,7 @@ def check_expansion(path: str | Path, size: int, unpacked: int) -> None:
     if unpacked > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * size):
         raise DataError(
             f"{path}: its {size:,} bytes unpack to {unpacked >> 20:,} MiB or more, over {MAX_UNPACKED_RATIO} times as "
-            f"many, as only "
-            "a file does that is made to fill memory; where it is meant so, store it unpacked"
+            "many, as only a file does that is made to fill memory; where it is meant so, store it unpacked"
         )
 
 
@@ -142,9 +139,8 @@ def check_file_format(path: str | Path, kind: str) -> None:
         raise
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error):
         return
-    found_format = next(
-        (found_format for magic, found_format in _UNSUPPORTED_FORMATS.items() if first_bytes.startswith(magic)), None
-    )
+    formats = (text for magic, text in _UNSUPPORTED_FORMATS.items() if first_bytes.startswith(magic))
+    found_format = next(formats, None)
     if kind not in ("text", "jsonl"):
         found_format = found_format if first_bytes.startswith(_GIT_LFS_POINTER) else None
         if compression is not None and kind not in ("idx", "webdataset"):

@@ -14,16 +14,16 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from phalanx.data.bad_rows import BadRowError, BadRows
 from phalanx.data.file_format import check_file_format, open_unpacked
 from phalanx.data.manifest import LABEL_BYTES
+from phalanx.data.rows import BadRowError, BadRows
 from phalanx.data.shard import ValueArray
 from phalanx.data.source_files import SourceFile, list_source_objects, localize_source, stat_source_file, walk_files
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.data.webdataset import is_packed, iterate_samples, read_label
 from phalanx.errors import DataError, RecipeError, UsageError
 from phalanx.std_streams import escape_control_chars
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 from phalanx.storage.url import is_url
 
 _IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -202,8 +202,8 @@ def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray
             file_format = image.format
             PIL.ImageOps.exif_transpose(image, in_place=True)
             resized = _to_rgb(image, file_format).resize((shape[1], shape[0]), PIL.Image.Resampling.BILINEAR)
-    except _UnknownPixelRangeError as error:
-        raise BadRowError("not images", str(error)) from None
+    except BadRowError:
+        raise
     except Exception as error:  # noqa: BLE001 - its parsers of broken files raise nearly anything
         why = f"not an image that Pillow can read ({error or type(error).__name__})"
         raise BadRowError("not images", why) from None
@@ -211,13 +211,10 @@ def read_image_record(part: FilePart, shape: tuple[int, int, int]) -> ValueArray
     return np.concatenate([label, np.asarray(resized, np.uint8).ravel()])[None]
 
 
-class _UnknownPixelRangeError(Exception):
-    """Pixels of which nothing says how large black and white are."""
-
-
 def _to_rgb(image: Any, file_format: str | None) -> Any:
     """A Pillow image in 8-bit RGB, with what is to be seen in it: 16 bits are scaled by 257, and what is transparent
-    lies on white. Pillow's own conversion clips the first and drops the second."""
+    lies on white. Pillow's own conversion clips the first and drops the second. Raises BadRowError for pixels of which
+    nothing says how large black and white are."""
     import PIL.Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and file_format in ("PNG", "PPM")):
@@ -225,7 +222,8 @@ def _to_rgb(image: Any, file_format: str | None) -> Any:
         return PIL.Image.fromarray(bytes_of[np.asarray(image).astype(np.uint16, copy=False)]).convert("RGB")
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floats"
-        raise _UnknownPixelRangeError(f"its pixels are {kind}, with no known white level; save it with 8 or 16 bits")
+        why = f"its pixels are {kind}, with no known white level; save it with 8 or 16 bits"
+        raise BadRowError("not images", why)
     if image.mode in _MODES_WITH_ALPHA or "transparency" in image.info:
         layers = image.convert("RGBA") if image.mode != "La" else image.convert("LA").convert("RGBA")
         return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), layers).convert("RGB")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from phalanx.data.bad_rows import count_skipped
 from phalanx.data.chat_images import unpack_files
 from phalanx.data.dataset_files import DatasetFiles, open_dataset_files
 from phalanx.data.manifest import (
@@ -24,11 +23,12 @@ from phalanx.data.manifest import (
     read_manifest,
 )
 from phalanx.data.prepare_plan import PrepareProgress, ignore_progress
+from phalanx.data.rows import count_skipped
 from phalanx.data.shard import BLOCK_BYTES, MappedShard, ValueArray, check_shard_size, describe_block, read_sidecar
 from phalanx.data.tokenizers import Tokenizer, load_tokenizer, show_tokens
 from phalanx.errors import DataError, describe_os_error, is_storage_error
 from phalanx.storage.errors import NotFound, StoreUnavailable
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,8 @@ def list_documents(folder: Path, manifest: DatasetManifest, holdout_fraction: fl
             shards[-1] = shards[-1].select(np.arange(0, len(edges) - 1, 2))
         document_numbers.append(np.arange(num_documents, num_documents + len(shards[-1].start)))
         num_documents += len(shards[-1].start)
-    documents = TokenRanges(
-        np.concatenate([shard.shard for shard in shards]),
-        np.concatenate([shard.start for shard in shards]),
-        np.concatenate([shard.stop for shard in shards]),
-    )
+    columns = zip(*((ranges.shard, ranges.start, ranges.stop) for ranges in shards), strict=True)
+    documents = TokenRanges(*map(np.concatenate, columns))
     count = num_validation_samples(num_documents, holdout_fraction)
     key = np.array(hash_key("validation documents", manifest.fingerprint), np.uint64)
     is_validation = np.zeros(num_documents, np.bool_)
@@ -108,14 +105,11 @@ def pack_documents(
     length = np.minimum(pieces.stop - pieces.start, seq_len)  # the last token of a full piece is only a target
     window = np.arange(len(length), dtype=np.int32) if one_each else _best_fit_decreasing(length, seq_len)
     in_windows = np.argsort(window, kind="stable")
+    ends = np.cumsum(np.bincount(window))
     num_tokens = np.bincount(window, length).astype(np.int64)
+    num_dropped = num_long if too_long == "drop" else 0
     return PackedWindows(
-        pieces.select(in_windows),
-        np.cumsum(np.bincount(window)),
-        num_tokens,
-        seq_len,
-        num_cut=0 if too_long == "drop" else num_long,
-        num_dropped=num_long if too_long == "drop" else 0,
+        pieces.select(in_windows), ends, num_tokens, seq_len, num_cut=num_long - num_dropped, num_dropped=num_dropped
     )
 
 

@@ -21,8 +21,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
+
 from phalanx.cluster.discovery import count_free_cores
-from phalanx.data.bad_rows import BadRows, describe_skipped, write_skipped
+from phalanx.data import prepare_plan
 from phalanx.data.chat import ChatPlan
 from phalanx.data.file_format import check_file_format
 from phalanx.data.manifest import (
@@ -33,22 +35,7 @@ from phalanx.data.manifest import (
     is_dataset,
     narrowest_token_dtype,
 )
-from phalanx.data.prepare_plan import (
-    PieceWriter,
-    PrepareJob,
-    PreparePiece,
-    PreparePlan,
-    PrepareProgress,
-    ProgressReporter,
-    ignore_progress,
-    iterate_sample_texts,
-    load_plan_tokenizer,
-    make_prepare_plan,
-    piece_bytes,
-    read_done_file,
-    read_piece_file,
-    write_piece_file,
-)
+from phalanx.data.rows import BadRows, describe_skipped, write_skipped
 from phalanx.data.stream import LOCK_FILE, StreamDescription, forget_stream_error
 from phalanx.data.tokenizers import describe_tokenizer, load_tokenizer, train_bpe_tokenizer
 from phalanx.deadline import POLL_INTERVAL_S, Deadline
@@ -59,7 +46,6 @@ from phalanx.run.cache import CACHE_ADVICE, cache_root
 from phalanx.run.call_process import CallProcess, report_progress, value_of
 from phalanx.run.directory import sync_directory, write_atomic
 from phalanx.run.event_loop import EventLoop
-from phalanx.run.fields import read_as
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
 from phalanx.run.process_messages import CallProgress, CallReply
 
@@ -79,7 +65,7 @@ def prepare_source(
     dataset_dir: Path,
     *,
     num_workers: int | None = None,
-    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    report_progress: Callable[[prepare_plan.PrepareProgress], None] = prepare_plan.ignore_progress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Path:
     """Prepare `source` (paths relative to `folder`) as the dataset directory `dataset_dir` and return it.
@@ -88,9 +74,9 @@ def prepare_source(
     when files are missing, DataError when one cannot be read. `num_workers` is the number of processes, by default one
     a core; the result does not depend on it. An interruption leaves `OUT.partial`, from which the next call continues.
     """
-    plan = make_prepare_plan(source, data, recipe_dir)
+    plan = prepare_plan.make_prepare_plan(source, data, recipe_dir)
     started = clock()
-    reporter = ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
+    reporter = prepare_plan.ProgressReporter(plan.total_bytes, report_progress, lambda: clock() - started)
     with _naming_directory(dataset_dir), _lock_working_dir(dataset_dir, reporter) as claim:
         logger.info("%s %s", "preparing" if claim is not None else "found", dataset_dir)
         if claim is not None:
@@ -135,7 +121,7 @@ class _WorkingDir(NamedTuple):
 
 
 @contextmanager
-def _lock_working_dir(dataset_dir: Path, reporter: ProgressReporter) -> Iterator[_WorkingDir | None]:
+def _lock_working_dir(dataset_dir: Path, reporter: prepare_plan.ProgressReporter) -> Iterator[_WorkingDir | None]:
     """The working directory of `dataset_dir`, locked against other processes; None when `dataset_dir` is there (by
     now)."""
     if is_dataset(dataset_dir):
@@ -172,19 +158,18 @@ def prepare_part(
     part: DatasetPart,
     *,
     num_workers: int | None = None,
-    report_progress: Callable[[PrepareProgress], None] = ignore_progress,
+    report_progress: Callable[[prepare_plan.PrepareProgress], None] = prepare_plan.ignore_progress,
     clock: Callable[[], float] = time.perf_counter,
 ) -> bool:
     """Prepare one of several parts of `dataset_dir`, which other processes, also on other machines with the same file
     system, may prepare at the same time. Returns whether the dataset is complete: the last part to end completes it.
     """
-    plan = make_prepare_plan(source, data, recipe_dir)
+    plan = prepare_plan.make_prepare_plan(source, data, recipe_dir)
     numbers = range(len(plan.pieces))
     own = numbers[part.index :: part.num_parts]
     started = clock()
-    reporter = ProgressReporter(
-        sum(piece_bytes(plan.pieces[number]) for number in own), report_progress, lambda: clock() - started
-    )
+    own_bytes = sum(prepare_plan.piece_bytes(plan.pieces[number]) for number in own)
+    reporter = prepare_plan.ProgressReporter(own_bytes, report_progress, lambda: clock() - started)
     if is_dataset(dataset_dir):
         return True
     with _naming_directory(dataset_dir):
@@ -200,21 +185,17 @@ def prepare_part(
                 return True
             _begin_dataset(plan, partial, reporter)
             acquire_lock(lock.fileno(), inf, what, reporter.report_note, is_shared=True)
-        job = PrepareJob.from_plan(plan, partial)
+        job = prepare_plan.PrepareJob.from_plan(plan, partial)
         _write_pieces(plan, job, own, num_workers or count_free_cores(), reporter, lock.fileno())
-        is_complete = all(read_done_file(partial, number) for number in numbers)
+        is_complete = all(prepare_plan.read_done_file(partial, number) for number in numbers)
     if is_complete:
         prepare_source(source, data, recipe_dir, dataset_dir, report_progress=report_progress)
     return is_complete
 
 
-def _partial_of(dataset_dir: Path) -> Path:
-    return dataset_dir.with_name(dataset_dir.name + ".partial")
-
-
 def _make_partial(dataset_dir: Path) -> Path:
     """Make the working directory of `dataset_dir`. Raises UsageError where something else is in the way."""
-    partial = _partial_of(dataset_dir)
+    partial = dataset_dir.with_name(dataset_dir.name + ".partial")
     if dataset_dir.exists() and (not dataset_dir.is_dir() or any(dataset_dir.iterdir())):
         raise UsageError(f"{dataset_dir}: exists and is not a dataset; choose another place or remove it")
     partial.mkdir(parents=True, exist_ok=True)
@@ -230,8 +211,8 @@ def prepare_stream(
 ) -> None:
     """Prepare `source` in `directory`, in which others read finished shards at once: `first_pieces` of the plan before
     others. Waits while another process does so."""
-    plan = make_prepare_plan(source, data, recipe_dir)
-    reporter = ProgressReporter(plan.total_bytes, ignore_progress, lambda: 0.0)
+    plan = prepare_plan.make_prepare_plan(source, data, recipe_dir)
+    reporter = prepare_plan.ProgressReporter(plan.total_bytes, prepare_plan.ignore_progress, lambda: 0.0)
     with open(directory / LOCK_FILE, "w") as lock:
         acquire_lock(lock.fileno(), inf, "")
         forget_stream_error(directory)
@@ -240,10 +221,10 @@ def prepare_stream(
 
 
 def _write_dataset(
-    plan: PreparePlan,
+    plan: prepare_plan.PreparePlan,
     working_dir: _WorkingDir,
     num_workers: int,
-    reporter: ProgressReporter,
+    reporter: prepare_plan.ProgressReporter,
     is_stream: bool = False,
     first_pieces: Sequence[int] = (),
 ) -> None:
@@ -253,12 +234,14 @@ def _write_dataset(
     if is_stream and not is_dataset(folder):
         StreamDescription.from_plan(plan).write(folder)
         _build_manifest(plan, (), folder).write(folder)
-    job = PrepareJob.from_plan(plan, folder)
+    job = prepare_plan.PrepareJob.from_plan(plan, folder)
     numbers = dict.fromkeys([*first_pieces, *range(len(plan.pieces))])
     _write_pieces(plan, job, list(numbers), num_workers, reporter, working_dir.lock_fd)
     shards, lost_bytes, rows = [], Counter[str](), BadRows(is_skipping=True)
     rows.merge(plan.skipped)
-    for entry, lost, skipped in filter(None, (read_done_file(folder, number) for number in range(len(plan.pieces)))):
+    for entry, lost, skipped in filter(
+        None, (prepare_plan.read_done_file(folder, number) for number in range(len(plan.pieces)))
+    ):
         lost_bytes += lost
         rows.merge(skipped)
         if entry.count:
@@ -280,7 +263,7 @@ def _write_dataset(
     _build_manifest(plan, tuple(shards), folder).write(folder)
 
 
-def _begin_dataset(plan: PreparePlan, folder: Path, reporter: ProgressReporter) -> None:
+def _begin_dataset(plan: prepare_plan.PreparePlan, folder: Path, reporter: prepare_plan.ProgressReporter) -> None:
     """Check the files of a plan, and put into `folder` what the pieces need: the plan and the tokenizer."""
     with ThreadPoolExecutor(_FORMAT_CHECK_THREADS) as pool:
         for done in pool.map(lambda file: check_file_format(file.path, plan.kind), plan.files):
@@ -290,11 +273,11 @@ def _begin_dataset(plan: PreparePlan, folder: Path, reporter: ProgressReporter) 
 
 
 def _write_pieces(
-    plan: PreparePlan,
-    job: PrepareJob,
+    plan: prepare_plan.PreparePlan,
+    job: prepare_plan.PrepareJob,
     numbers: Sequence[int],
     num_workers: int,
-    reporter: ProgressReporter,
+    reporter: prepare_plan.ProgressReporter,
     lock_fd: int,
 ) -> None:
     """Write these pieces in this order, without those that are there."""
@@ -302,14 +285,14 @@ def _write_pieces(
 
     def iterate_missing() -> Iterator[int]:
         for number in numbers:  # another node may have given a piece meanwhile
-            if (done := read_done_file(folder, number)) is None:
+            if (done := prepare_plan.read_done_file(folder, number)) is None:
                 yield number
             else:
-                reporter.add_progress(piece_bytes(plan.pieces[number]), done.entry.count)
+                reporter.add_progress(prepare_plan.piece_bytes(plan.pieces[number]), done.entry.count)
 
-    num_missing = sum(read_done_file(folder, number) is None for number in numbers)
+    num_missing = sum(prepare_plan.read_done_file(folder, number) is None for number in numbers)
     if num_workers == 1 or num_missing == 1:
-        writer = PieceWriter(job)
+        writer = prepare_plan.PieceWriter(job)
         for number in iterate_missing():
             writer.write_piece(number, plan.pieces[number], reporter.add_progress)
     else:
@@ -318,7 +301,10 @@ def _write_pieces(
 
 
 def _report_warnings(
-    plan: PreparePlan, job: PrepareJob, lost_bytes: "Counter[str]", reporter: ProgressReporter
+    plan: prepare_plan.PreparePlan,
+    job: prepare_plan.PrepareJob,
+    lost_bytes: "Counter[str]",
+    reporter: prepare_plan.ProgressReporter,
 ) -> None:
     """Warn of what is not as it was in the files. `lost_bytes`: what was no UTF-8 or, for `bytes`, 0, by file."""
     if lost_bytes:
@@ -332,7 +318,7 @@ def _report_warnings(
     if (
         plan.tokenizer not in (None, "bytes")
         and plan.kind != "tokens"
-        and load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None
+        and prepare_plan.load_plan_tokenizer(plan, Path(job.dataset_dir)).separator_token is None
     ):
         reporter.report_note(
             f"warning: {plan.tokenizer} has no token that ends a text, so nothing stands between documents; name one "
@@ -340,7 +326,7 @@ def _report_warnings(
         )
 
 
-def _discard_other_plan(plan: PreparePlan, folder: Path) -> None:
+def _discard_other_plan(plan: prepare_plan.PreparePlan, folder: Path) -> None:
     """Discard the contents of `folder` unless they belong to the same plan."""
     if _has_plan(plan, folder):
         return
@@ -350,12 +336,12 @@ def _discard_other_plan(plan: PreparePlan, folder: Path) -> None:
     write_atomic(folder / _PLAN_FILE, plan.cache_key)
 
 
-def _has_plan(plan: PreparePlan, folder: Path) -> bool:
+def _has_plan(plan: prepare_plan.PreparePlan, folder: Path) -> bool:
     """Whether the contents of `folder` belong to this plan."""
     return (folder / _PLAN_FILE).is_file() and (folder / _PLAN_FILE).read_text() == plan.cache_key
 
 
-def _write_tokenizer(plan: PreparePlan, folder: Path, reporter: ProgressReporter) -> None:
+def _write_tokenizer(plan: prepare_plan.PreparePlan, folder: Path, reporter: prepare_plan.ProgressReporter) -> None:
     """Put the plan's tokenizer.json into `folder`: copied, or trained."""
     stored = folder / TOKENIZER_FILE
     if plan.tokenizer in (None, "bytes") or stored.exists():
@@ -363,15 +349,14 @@ def _write_tokenizer(plan: PreparePlan, folder: Path, reporter: ProgressReporter
     made = stored.with_suffix(".tmp")
     if plan.tokenizer.startswith("bpe:"):
         reporter.report_note(f"training a tokenizer ({plan.tokenizer})")
-        train_bpe_tokenizer(
-            iterate_sample_texts(plan, BPE_SAMPLE_BYTES), int(plan.tokenizer.removeprefix("bpe:")), made
-        )
+        vocab_size = int(plan.tokenizer.removeprefix("bpe:"))
+        train_bpe_tokenizer(prepare_plan.iterate_sample_texts(plan, BPE_SAMPLE_BYTES), vocab_size, made)
     else:
         shutil.copyfile(plan.tokenizer, made)
     os.replace(made, stored)
 
 
-def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: Path) -> DatasetManifest:
+def _build_manifest(plan: prepare_plan.PreparePlan, shards: tuple[ShardEntry, ...], folder: Path) -> DatasetManifest:
     if plan.tokenizer is None:
         return DatasetManifest(
             "images", "<u1", shards, classes=plan.num_classes, shape=plan.image_shape, labels=plan.class_names
@@ -379,7 +364,7 @@ def _build_manifest(plan: PreparePlan, shards: tuple[ShardEntry, ...], folder: P
     if plan.tokenizer == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
-        tokenizer = load_plan_tokenizer(plan, folder)
+        tokenizer = prepare_plan.load_plan_tokenizer(plan, folder)
     chat = None if plan.chat is None else ChatPlan.from_json(plan.chat)
     classes = None if chat is None or chat.config.classes is None else tuple(chat.config.classes)
     dtype = narrowest_token_dtype(tokenizer.vocab_size if chat is None else TOKEN_MASK).str.replace("|", "<")
@@ -417,10 +402,10 @@ SILENCE_TIMEOUT_S = 600.0
 
 
 def write_with_workers(
-    job: PrepareJob,
-    missing: Iterator[tuple[int, PreparePiece]],
+    job: prepare_plan.PrepareJob,
+    missing: Iterator[tuple[int, prepare_plan.PreparePiece]],
     num_workers: int,
-    reporter: ProgressReporter,
+    reporter: prepare_plan.ProgressReporter,
     lock: int,
 ) -> None:
     """Write pieces with several processes. Each inherits the `lock`: if this process is killed, no other process begins
@@ -431,7 +416,7 @@ def write_with_workers(
     def send_next(worker: CallProcess) -> None:
         nonlocal num_busy
         for number, piece in missing:
-            write_piece_file(Path(job.dataset_dir), number, piece)
+            prepare_plan.write_piece_file(Path(job.dataset_dir), number, piece)
             worker.send_call(f"{__name__}:write_piece", {"job": asdict(job), "number": number})
             num_busy += 1
             return
@@ -469,7 +454,7 @@ def write_with_workers(
             worker.kill()
 
 
-def _start_deadline(reporter: ProgressReporter) -> Deadline:
+def _start_deadline(reporter: prepare_plan.ProgressReporter) -> Deadline:
     return Deadline("the processes that prepare data", SILENCE_TIMEOUT_S, reporter.report_note)
 
 
@@ -484,15 +469,15 @@ def _death_error(status: int) -> Exception:
 
 def write_piece(payload: dict[str, Any]) -> None:
     """Write one piece: what the process does in a call."""
-    job = read_as(PrepareJob, payload["job"])
+    job = TypeAdapter(prepare_plan.PrepareJob).validate_python(payload["job"])
     try:
-        piece = read_piece_file(Path(job.dataset_dir), payload["number"])
+        piece = prepare_plan.read_piece_file(Path(job.dataset_dir), payload["number"])
         _open_writer(job).write_piece(payload["number"], piece, report_progress)
     except OSError as error:  # a full disk, as a rule; source files that cannot be read are a PhalanxError
         raise UsageError(f"{error.filename or 'the dataset'}: cannot be written: {error.strerror}") from error
 
 
 @cache
-def _open_writer(job: PrepareJob) -> PieceWriter:
+def _open_writer(job: prepare_plan.PrepareJob) -> prepare_plan.PieceWriter:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    return PieceWriter(job)
+    return prepare_plan.PieceWriter(job)

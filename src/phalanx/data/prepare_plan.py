@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from phalanx.data.bad_rows import BadRowError, BadRows, SkippedRows
 from phalanx.data.chat import ChatEncoder, ChatPlan
 from phalanx.data.chat_images import ImageProcessor, read_processor_files
 from phalanx.data.chat_template import NoChatTemplateError, join_contents, load_chat_template
@@ -30,6 +29,7 @@ from phalanx.data.manifest import (
     ShardEntry,
     narrowest_token_dtype,
 )
+from phalanx.data.rows import WHOLE_RECORD, BadRowError, BadRows, SkippedRows
 from phalanx.data.shard import ShardWriter, ValueArray
 from phalanx.data.source_files import SourceFile, find_files, localize_source, to_glob_list
 from phalanx.data.sources import (
@@ -40,7 +40,6 @@ from phalanx.data.sources import (
     split_parquet_file,
     split_source_file,
 )
-from phalanx.data.text_fields import WHOLE_RECORD
 from phalanx.data.token_files import TokenFile, find_token_parts, iterate_tokens, open_token_file
 from phalanx.data.tokenizers import (
     NO_ENDS,
@@ -83,7 +82,7 @@ class PreparePlan:
     class_names: tuple[str, ...] | None = None
     token_format: str = "detect"
     on_bad_row: Literal["error", "skip"] = "error"
-    skipped: SkippedRows = field(default_factory=dict)  # what was left out when the files were listed
+    skipped: SkippedRows = field(default_factory=dict, hash=False)  # what was left out when the files were listed
     chat: str | None = None  # a ChatPlan as JSON
 
     @property
@@ -227,17 +226,11 @@ def _group_into_pieces(parts: Iterable[FilePart]) -> list[PreparePiece]:
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What a worker must know to write any piece of a plan into `folder`. Travels to it as JSON."""
+    """What a worker must know to write any piece of a plan into a directory. Travels to it as JSON."""
 
     dataset_dir: str
-    kind: str
-    text_field: str
-    tokenizer: str | None  # `bytes`, or the path of a tokenizer.json
-    image_shape: tuple[int, int, int] | None
-    ends: TextEnds = NO_ENDS  # of a tokenizer.json
-    token_format: str = "detect"
-    is_skipping: bool = False
-    chat: str | None = None  # a ChatPlan as JSON
+    plan: PreparePlan
+    """Without its files and pieces; `tokenizer` is `bytes`, or the path of a tokenizer.json."""
 
     @classmethod
     def from_plan(cls, plan: PreparePlan, folder: Path) -> "PrepareJob":
@@ -245,18 +238,7 @@ class PrepareJob:
         tokenizer, ends = plan.tokenizer, NO_ENDS
         if tokenizer not in (None, "bytes"):
             tokenizer, ends = str(folder / TOKENIZER_FILE), load_plan_tokenizer(plan, folder).ends
-        is_skipping = plan.on_bad_row == "skip"
-        return cls(
-            str(folder),
-            plan.kind,
-            plan.text_field,
-            tokenizer,
-            plan.image_shape,
-            ends,
-            plan.token_format,
-            is_skipping,
-            plan.chat,
-        )
+        return cls(str(folder), replace(plan, files=(), pieces=(), skipped={}, tokenizer=tokenizer, ends=ends))
 
 
 def load_plan_tokenizer(plan: PreparePlan, folder: Path) -> HuggingFaceTokenizer:
@@ -271,28 +253,29 @@ class PieceWriter:
     tokenizer: no UTF-8, which it sees as U+FFFD, or for `bytes` 0, which separates documents."""
 
     def __init__(self, job: PrepareJob):
-        self._job = job
+        self._folder, self._plan = Path(job.dataset_dir), job.plan
         self.lost_bytes: Counter[str] = Counter()
-        self.bad_rows = BadRows(job.is_skipping)
+        self.bad_rows = BadRows(self._plan.on_bad_row == "skip")
         self._token_file: TokenFile | None = None
         self._tokenizer: Tokenizer | None = None
-        if job.tokenizer is not None:
-            path = Path(job.tokenizer)
-            known = None if job.tokenizer == "bytes" else HuggingFaceTokenizer(path, ends=job.ends)
-            self._tokenizer = known or load_tokenizer("bytes")
+        tokenizer_file = Path(self._plan.tokenizer or "")
+        if self._plan.tokenizer == "bytes":
+            self._tokenizer = load_tokenizer("bytes")
+        elif self._plan.tokenizer is not None:
+            self._tokenizer = HuggingFaceTokenizer(tokenizer_file, ends=self._plan.ends)
         self._chat_encoder = None
-        if job.chat is not None and self._tokenizer is not None:
-            chat = ChatPlan.from_json(job.chat)
-            images = None if chat.processor is None else ImageProcessor(chat.processor, Path(job.tokenizer or ""))
+        if self._plan.chat is not None and self._tokenizer is not None:
+            chat = ChatPlan.from_json(self._plan.chat)
+            images = None if chat.processor is None else ImageProcessor(chat.processor, tokenizer_file)
             self._chat_encoder = ChatEncoder(chat, self._tokenizer, images)
 
     def write_piece(self, number: int, piece: PreparePiece, report: ReportProgress) -> None:
         """Write the piece as shard `number`, and an entry file next to it that marks it as finished."""
-        folder = Path(self._job.dataset_dir)
-        self.lost_bytes, self.bad_rows = Counter(), BadRows(self._job.is_skipping)
+        folder = self._folder
+        self.lost_bytes, self.bad_rows = Counter(), BadRows(self._plan.on_bad_row == "skip")
         if self._chat_encoder is not None:
             entry = self._write_conversations(folder, number, piece, report, self._chat_encoder)
-        elif self._tokenizer is not None and self._job.kind == "tokens":
+        elif self._tokenizer is not None and self._plan.kind == "tokens":
             entry = self._copy_tokens(folder, number, piece, report, self._tokenizer)
         elif self._tokenizer is not None:
             entry = self._write_tokens(folder, number, piece, report, self._tokenizer)
@@ -306,7 +289,7 @@ class PieceWriter:
         with ShardWriter(folder, number, narrowest_token_dtype(tokenizer.vocab_size)) as writer:
             for part in piece:
                 if self._token_file is None or self._token_file.path != part.path:
-                    self._token_file = open_token_file(part.path, self._job.token_format)
+                    self._token_file = open_token_file(part.path, self._plan.token_format)
                 for block, starts in iterate_tokens(self._token_file, part, tokenizer):
                     writer.append_values(block[: starts[0] if len(starts) else None])
                     for start, stop in pairwise([*starts, len(block)]):
@@ -327,7 +310,7 @@ class PieceWriter:
             in_document = False  # a document that has given tokens is not over
             is_new = False  # a document that has begun and given no tokens
             for part in piece:
-                for chunk in iterate_documents(part, self._job.kind, self._job.text_field, self.bad_rows):
+                for chunk in iterate_documents(part, self._plan.kind, self._plan.text_field, self.bad_rows):
                     tokens = tokenizer.encode_bytes(chunk.data, chunk.before, chunk.after)
                     if times := chunk.data.count(0) if is_bytes else count_undecodable(chunk.data):
                         self.lost_bytes[part.path] += times
@@ -354,7 +337,7 @@ class PieceWriter:
     ) -> ShardEntry:
         with ShardWriter(folder, number, narrowest_token_dtype(TOKEN_MASK)) as writer:
             for part in piece:
-                for record, place, num_bytes in iterate_records(part, self._job.kind, self.bad_rows):
+                for record, place, num_bytes in iterate_records(part, self._plan.kind, self.bad_rows):
                     written = writer.num_written
                     try:
                         documents = encoder.encode(record, part.path)
@@ -368,10 +351,10 @@ class PieceWriter:
             return writer.commit()
 
     def _write_images(self, folder: Path, number: int, piece: PreparePiece, report: ReportProgress) -> ShardEntry:
-        shape = self._job.image_shape
+        shape = self._plan.image_shape
         if shape is None:
             raise ValueError("a job without a tokenizer needs the shape of its images")
-        if self._job.kind == "idx":
+        if self._plan.kind == "idx":
             records = read_idx_records(piece[0], piece[1], shape)
         else:
             records = self._read_images(piece, shape)

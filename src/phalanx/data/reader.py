@@ -11,7 +11,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -154,9 +154,8 @@ class PreparedDataset:
             pairs = zip(samples.tolist(), located, strict=True)
             self._upcoming = [(sample, shard) for sample, ranges in pairs for shard, _, _ in ranges]
             self._announce_uses(self._upcoming[0][0] if self._upcoming else 0)
-            self.files.fetch_ahead(
-                self.manifest.shards[number] for number in dict.fromkeys(shard for _, shard in self._upcoming)
-            )
+            numbers = dict.fromkeys(shard for _, shard in self._upcoming)
+            self.files.fetch_ahead(self.manifest.shards[number] for number in numbers)
 
     def _announce_uses(self, sample: int) -> None:
         """Say after how many samples each shard is needed, from the run's sample of this number on."""
@@ -232,9 +231,9 @@ class SampleReader:
         self._block_size = _LOCATED_STREAM_SAMPLES if is_streamed else _LOCATED_SAMPLES
         self._located = _LocatedSamples(-1, [], [])
         self._tokens_before = (-1, np.zeros(0, np.int64))
-        self.num_samples = sum(
-            order.num_validation if is_validation else order.num_samples - order.num_validation for order in orders
-        )
+        num_validation = sum(order.num_validation for order in orders)
+        num_all = sum(order.num_samples for order in orders)
+        self.num_samples = num_validation if is_validation else num_all - num_validation
         self._last_first = -1
 
     def read_samples(self, first_sample: int, count: int) -> tuple[ValueArray, list[DocumentRanges]]:
@@ -249,10 +248,8 @@ class SampleReader:
     def _open_ids(self, first_id: int, count: int) -> Iterator[SampleRanges]:
         for dataset in self._whole_datasets:
             start, stop = max(first_id, 0), min(first_id + count, dataset.num_samples)
-            for ranges in dataset.locate(np.arange(start, max(start, stop))):
-                yield [
-                    (dataset.open_shard(shard, 0), begin, end) for shard, begin, end in ranges
-                ]  # before the first step
+            for ranges in dataset.locate(np.arange(start, max(start, stop))):  # before the first step
+                yield [(dataset.open_shard(shard, 0), begin, end) for shard, begin, end in ranges]
             first_id -= dataset.num_samples
 
     def _read_rows(self, opened: Iterator[SampleRanges], count: int) -> tuple[ValueArray, list[DocumentRanges]]:
@@ -320,11 +317,8 @@ class SampleReader:
     def _open_samples(self, first_sample: int, count: int) -> Iterator[SampleRanges]:
         """Where those samples are. At the begin of an epoch or an evaluation their blocks become unverified."""
         epoch_samples = max(self.num_samples, 1)
-        if (
-            first_sample <= self._last_first
-            if self._is_validation
-            else first_sample // epoch_samples != self._last_first // epoch_samples
-        ):
+        begins = first_sample // epoch_samples != self._last_first // epoch_samples
+        if first_sample <= self._last_first if self._is_validation else begins:
             for dataset in self._datasets:  # what was right then may be damaged by now
                 dataset.reset_verification()
         self._last_first = first_sample
@@ -333,9 +327,8 @@ class SampleReader:
     def count_tokens(self, first_sample: int, count: int) -> int:
         """Tokens of those samples that are no padding. Reads nothing."""
         total = 0
-        for sample_number in range(
-            first_sample // self._block_size * self._block_size, first_sample + count, self._block_size
-        ):
+        first_block = first_sample // self._block_size * self._block_size
+        for sample_number in range(first_block, first_sample + count, self._block_size):
             first, before = self._tokens_before
             if first != sample_number:
                 tokens = np.zeros(self._block_size, np.int64)
@@ -392,46 +385,48 @@ class ValidationPart:
     weight: float
 
 
+@dataclass(eq=False)
 class RunData:
     """Everything that a run trains on and is scored on. Made by `open_data`."""
 
-    def __init__(
-        self,
-        info: DataInfo,
-        fingerprint: str,
-        train: SampleReader,
-        validation: SampleReader,
-        validation_parts: Sequence[ValidationPart],
-        mixture: SourceMixture,
-        document_masking: bool,
-        padding_fraction: float | None,
-        num_cut_documents: int = 0,
-        num_dropped_documents: int = 0,
-        records: str | None = None,
-        processor: ImageProcessor | None = None,
-        has_text_only: bool = False,
-    ):
-        self.info = info
-        self.fingerprint = fingerprint
-        self.num_train_samples = train.num_samples  # in one epoch of every source
-        self.num_validation_samples = validation.num_samples
-        self.mixture = mixture
-        self.padding_fraction = padding_fraction
-        """Share of the positions of training samples that is padding; None where documents are cut instead."""
-        self.num_cut_documents = num_cut_documents
-        """Training documents that are longer than a sample, where the others are kept whole."""
-        self.num_dropped_documents = num_dropped_documents
-        """Training documents that are left out, because they are longer than a sample."""
-        self.records = records
-        """What a document of conversations is; None for plain text and images."""
-        self.names_samples = records in ("pairs", "labels")
-        """Whether batches of tokens have `sample_ids`, for what is stored of each sample."""
-        self.has_text_only = has_text_only
-        """Whether some conversations of data with images have none."""
-        self._train, self._validation, self._validation_parts = train, validation, validation_parts
-        self._document_masking, self._processor = document_masking, processor
-        self.has_images = processor is not None
+    info: DataInfo
+    fingerprint: str
+    _train: SampleReader
+    _validation: SampleReader
+    _validation_parts: Sequence[ValidationPart]
+    mixture: SourceMixture
+    _document_masking: bool
+    padding_fraction: float | None
+    """Share of the positions of training samples that is padding; None where documents are cut instead."""
+    num_cut_documents: int = 0
+    """Training documents that are longer than a sample, where the others are kept whole."""
+    num_dropped_documents: int = 0
+    """Training documents that are left out, because they are longer than a sample."""
+    records: str | None = None
+    """What a document of conversations is; None for plain text and images."""
+    _processor: ImageProcessor | None = None
+    has_text_only: bool = False
+    """Whether some conversations of data with images have none."""
+    names_samples: bool = field(init=False)
+    """Whether batches of tokens have `sample_ids`, for what is stored of each sample."""
+
+    def __post_init__(self) -> None:
+        self.names_samples = self.records in ("pairs", "labels")
+
+    @property
+    def num_train_samples(self) -> int:
+        """Training samples in one epoch of every source."""
+        return self._train.num_samples
+
+    @property
+    def num_validation_samples(self) -> int:
+        """Samples of the validation set."""
+        return self._validation.num_samples
+
+    @property
+    def has_images(self) -> bool:
         """Whether they are conversations with images."""
+        return self._processor is not None
 
     def read_training(self, first_sample: int, count: int) -> Batch:
         """The run's samples number consumed .. consumed + count - 1. Epochs follow one another without end."""
@@ -626,27 +621,21 @@ def open_data(
     schedule = MixtureSchedule(mixture.stages, global_size, seed)
     settings = datasets[0].manifest.processor
     tokenizer = open_dataset_files(data.sources[0].prepared or "").directory / TOKENIZER_FILE
+    validation_sets = [source.validation[0] for source in scored]
+    orders = [source.validation[1] for source in scored]
     return RunData(
         info,
         xxh3_128_hexdigest(json.dumps(fingerprint_inputs, sort_keys=True).encode()),
         SampleReader(datasets, [source.train[1] for source in sources], schedule, is_validation=False),
-        SampleReader(
-            [source.validation[0] for source in scored],
-            [source.validation[1] for source in scored],
-            SourceSequence(sizes),
-            is_validation=True,
-        ),
-        [
-            ValidationPart(first, size, weight)
-            for first, size, weight in zip(accumulate(sizes, initial=0), sizes, score_weights, strict=False)
-        ],
+        SampleReader(validation_sets, orders, SourceSequence(sizes), is_validation=True),
+        list(map(ValidationPart, accumulate(sizes, initial=0), sizes, score_weights)),
         mixture,
-        document_masking=data.document_masking and info.kind == "tokens",
+        _document_masking=data.document_masking and info.kind == "tokens",
         padding_fraction=sum(padding) / sum(weights) if padding else None,
         num_cut_documents=sum(source.num_cut for source in sources),
         num_dropped_documents=sum(source.num_dropped for source in sources),
         records=datasets[0].manifest.records,
-        processor=None if settings is None else ImageProcessor(settings, tokenizer),
+        _processor=None if settings is None else ImageProcessor(settings, tokenizer),
         has_text_only=any(source.has_text_only for source in [*sources, *scored]),
     )
 

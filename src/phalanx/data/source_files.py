@@ -18,7 +18,7 @@ from phalanx.run.directory import Run
 from phalanx.storage.cache import find_objects
 from phalanx.storage.hub import download_snapshot, pin_revision
 from phalanx.storage.store import ObjectInfo, open_store
-from phalanx.storage.url import WILDCARD, StoreUrl, fixed_prefix, is_url, parse_url
+from phalanx.storage.url import WILDCARD_REGEX, StoreUrl, fixed_prefix, is_url, parse_url
 
 SOURCE_ORIGINS_KEY = "data.source"
 """Key of environment.json's `origins` with the commits of `hf://` sources by URL."""
@@ -68,11 +68,7 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
             continue
         pattern = _download_matches(pattern) if is_url(pattern) else pattern
         matching = sorted(_find_matches(pattern, base_dir, excluded_folders))
-        not_excluded = [
-            path
-            for path in matching
-            if os.path.isfile(path) and not any(path == name or regex.fullmatch(path) for regex, name in exclusions)
-        ]
+        not_excluded = [path for path in matching if os.path.isfile(path) and not _is_excluded(path, exclusions)]
         if not not_excluded:
             matching = sorted(_find_matches(pattern, base_dir, []))
             files = [path for path in matching if os.path.isfile(path)]
@@ -86,20 +82,22 @@ def find_files(globs: str | list[str], exclude: str | list[str], base_dir: Path)
     return list(found.values())
 
 
+def _is_excluded(path: str, exclusions: list[tuple[re.Pattern[str], str]]) -> bool:
+    return any(path == name or regex.fullmatch(path) for regex, name in exclusions)
+
+
 def _find_objects(pattern: str, exclusions: list[tuple[re.Pattern[str], str]]) -> list[SourceFile]:
     """The objects that the glob of a URL matches and nothing excludes, sorted."""
     with name_recipe_key("data.source"):
         url = parse_url(pattern)
         is_listable = url.scheme not in ("http", "https")  # servers of files do not list them
-        if not is_listable and WILDCARD.search(url.key):
+        if not is_listable and WILDCARD_REGEX.search(url.key):
             raise UsageError(f"{url}: objects of {url.scheme}:// cannot be listed; name each without wildcards")
         listed = find_objects(replace(url, key=fixed_prefix(url.key))) if url.key else []
     regex = _path_regex(url.key or "**")
     matching = [each for each in listed if each.key == url.key or regex.fullmatch(f"{each.key}/")]
     files = [_describe_object(url, each) for each in matching]
-    kept = [
-        file for file in files if not any(file.path == name or regex.fullmatch(file.path) for regex, name in exclusions)
-    ]
+    kept = [file for file in files if not _is_excluded(file.path, exclusions)]
     if not kept:
         all_excluded = f" that is not excluded ({len(files)} are)" if files else ""
         raise RecipeError(
@@ -124,7 +122,7 @@ def _download_matches(pattern: str) -> str:
     """Download what the glob of an `hf://` URL may match, and return the glob of the copies."""
     with name_recipe_key("data.source"):
         url = parse_url(pattern)
-        if not WILDCARD.search(url.key):
+        if not WILDCARD_REGEX.search(url.key):
             return str(download_snapshot(url))
         prefix = fixed_prefix(url.key)
         rest = url.key.removeprefix(prefix).lstrip("/")

@@ -15,23 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.bad_rows import RAISE_AT_BAD_ROW, BadRowError, BadRows
-from phalanx.data.file_format import (
-    HEAD_BYTES,
-    check_expansion,
-    check_file_format,
-    detect_compression,
-    detect_file_compression,
-    open_compressed,
-    stream_size,
-)
+from phalanx.data import file_format
+from phalanx.data.rows import RAISE_AT_BAD_ROW, BadRowError, BadRows, encode_field, find_column, parse_json
 from phalanx.data.source_files import SourceFile, find_files, to_glob_list
-from phalanx.data.text_fields import encode_field, find_column, parse_json
 from phalanx.data.webdataset import iterate_texts
 from phalanx.errors import DataError, ExitCode, PhalanxError, RecipeError, UsageError
 from phalanx.safe_files import read_json
 from phalanx.storage.errors import StoreUnavailable
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 from phalanx.storage.url import is_url
 
 CHUNK_BYTES = 1 << 20
@@ -98,16 +89,14 @@ def split_source_file(file: SourceFile, part_bytes: int) -> list[FilePart]:
     count = max(round(file.size / part_bytes), 1)
     if count > 1:
         with translate_read_errors(file.path):
-            count = 1 if detect_file_compression(file.path) is not None else count
+            count = 1 if file_format.detect_file_compression(file.path) is not None else count
     edges = [file.size * number // count for number in range(count + 1)]
-    return [
-        FilePart(file.path, start, stop, stop - start, is_last=stop == file.size) for start, stop in pairwise(edges)
-    ]
+    return [FilePart(file.path, start, stop, stop - start, stop == file.size) for start, stop in pairwise(edges)]
 
 
 def split_parquet_file(file: SourceFile) -> list[FilePart]:
     """A Parquet file's row groups."""
-    check_file_format(file.path, "parquet")
+    file_format.check_file_format(file.path, "parquet")
     with translate_read_errors(file.path), open_location(file.path) as raw:
         groups = _open_parquet(raw, file.path).metadata.num_row_groups
     # Weights assume equal row groups: they need only be good enough to balance the work.
@@ -124,26 +113,29 @@ def iterate_documents(
             yield from _iterate_parquet(raw, part, field, bad_rows)
             return
         if source_kind in ("arrow", "webdataset"):
-            texts, counted = _SOURCE_TEXTS[source_kind](raw, part.path, field, bad_rows), 0
-            for row, text in texts:
+            source = (raw, part.path, field, bad_rows)
+            is_arrow = source_kind == "arrow"
+            counted = 0
+            for row, text in _iterate_arrow_texts(*source) if is_arrow else enumerate(iterate_texts(*source)):
                 yield from _document(text, raw.tell() - counted, f"row {row}")
                 counted = raw.tell()
             yield DocumentChunk(b"", False, False, part.disk_bytes - counted)
             return
-        compression = detect_compression(part.path, raw.read(HEAD_BYTES)) if part.start == 0 else None
+        compression = None
+        if part.start == 0:
+            compression = file_format.detect_compression(part.path, raw.read(file_format.HEAD_BYTES))
         raw.seek(0)
         if compression is not None:
-            stream, stop = open_compressed(raw, compression, part.path), None
+            stream, stop = file_format.open_compressed(raw, compression, part.path), None
         else:
             limit = CHUNK_BYTES if source_kind == "text" else None
             stop = _find_line_start(raw, part.stop, limit)
             raw.seek(_find_line_start(raw, part.start, limit))
             stream = raw
-        yield from (
-            _iterate_text(raw, stream, stop, part)
-            if source_kind == "text"
-            else _iterate_jsonl(raw, stream, stop, part.path, field, bad_rows)
-        )
+        if source_kind == "text":
+            yield from _iterate_text(raw, stream, stop, part)
+        else:
+            yield from _iterate_jsonl(raw, stream, stop, part.path, field, bad_rows)
 
 
 def _find_line_start(file: BinaryIO, offset: int, limit: int | None) -> int:
@@ -182,11 +174,9 @@ def _iterate_text(
         buffer, read = buffer + data, read + len(data)
         remaining = len(buffer) if stop is None else stop - (read - len(buffer))  # of this part
         is_last_chunk = remaining <= CHUNK_BYTES or (not data and len(buffer) <= CHUNK_BYTES)
-        cut = (
-            remaining
-            if is_last_chunk
-            else buffer.rfind(b"\n", 0, CHUNK_BYTES) + 1 or _whole_characters_length(buffer[:CHUNK_BYTES])
-        )
+        cut = remaining
+        if not is_last_chunk:
+            cut = buffer.rfind(b"\n", 0, CHUNK_BYTES) + 1 or _whole_characters_length(buffer[:CHUNK_BYTES])
         now = min(raw.tell(), read) if stop is None else read - len(buffer) + cut
         after = buffer[cut : cut + CONTEXT_BYTES]
         yield DocumentChunk(buffer[:cut], begins, is_last_chunk and part.is_last, now - counted_to, before, after)
@@ -262,7 +252,7 @@ def _open_parquet(raw: BinaryIO, path: str) -> Any:
 def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str, bad_rows: BadRows) -> Iterator[DocumentChunk]:
     table = _open_parquet(raw, part.path)
     column = field and find_column(field, table.schema_arrow.names, part.path)
-    size, given = stream_size(raw), 0
+    size, given = file_format.stream_size(raw), 0
     row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
     for group in range(part.start, part.stop):
         rows, where = max(table.metadata.row_group(group).num_rows, 1), f"{part.path}, row group {group}"
@@ -270,7 +260,7 @@ def _iterate_parquet(raw: BinaryIO, part: FilePart, field: str, bad_rows: BadRow
             cells = batch.column(0) if column else batch.to_struct_array()
             for number, text in _read_cells(cells, row, column, field, part.path, bad_rows):
                 given += len(text)
-                check_expansion(part.path, size, given)
+                file_format.check_expansion(part.path, size, given)
                 yield from _document(text, 0, f"row {number}")
             row += batch.num_rows
             yield DocumentChunk(b"", False, False, part.disk_bytes * batch.num_rows // rows)
@@ -296,13 +286,6 @@ def _iterate_arrow_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows
         raise DataError(f"{path}: not a file or stream of Arrow, or cut short ({error})") from None
 
 
-def _iterate_archive_texts(raw: BinaryIO, path: str, field: str, bad_rows: BadRows) -> Iterator[tuple[int, bytes]]:
-    return enumerate(iterate_texts(raw, path, field, bad_rows))
-
-
-_SOURCE_TEXTS = {"arrow": _iterate_arrow_texts, "webdataset": _iterate_archive_texts}
-
-
 def _batches(table: Any, group: int, column: str, where: str, size: int) -> Iterator[Any]:
     """Rows of a group, so few at a time that they fit into memory. Of repeated ones a file may hold a single large one,
     and what a group is packed to says whether there are any."""
@@ -313,7 +296,7 @@ def _batches(table: Any, group: int, column: str, where: str, size: int) -> Iter
     columns = [leaf for leaf in columns if not column or f"{leaf.path_in_schema}.".startswith(f"{column}.")]
     unpacked = sum(leaf.total_uncompressed_size for leaf in columns)
     packed = min(sum(leaf.total_compressed_size for leaf in columns), size)
-    check_expansion(where, packed, unpacked)
+    file_format.check_expansion(where, packed, unpacked)
     at_once = 256 if unpacked <= CHUNK_BYTES else 16 if unpacked <= REPETITION_RATIO * packed else 1
     try:
         yield from table.iter_batches(batch_size=at_once, row_groups=[group], columns=[column] if column else None)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.manifest import SEQUENCE_BIT
+from phalanx.data.rows import BadRowError
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import RecipeError
 

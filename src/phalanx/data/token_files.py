@@ -18,7 +18,7 @@ from phalanx.data.source_files import SourceFile, stat_source_file
 from phalanx.data.sources import CHUNK_BYTES, FilePart, translate_read_errors
 from phalanx.data.tokenizers import Tokenizer
 from phalanx.errors import DataError, RecipeError
-from phalanx.storage.reader import open_location
+from phalanx.storage.store import open_location
 
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type of the tokens, sequences, documents + 1

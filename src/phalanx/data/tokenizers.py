@@ -265,12 +265,11 @@ def hide_control_tokens(tokenizer_json: str, control_tokens: Mapping[int, str]) 
 def show_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of tokens, with the names of control tokens in brackets."""
     names = tokenizer.control_tokens
-    return "".join(
-        "".join(map(show_control_token, (names[token] for token in group)))
-        if is_control
-        else tokenizer.decode(list(group))
-        for is_control, group in groupby(tokens, lambda token: token in names)
-    )
+    pieces: list[str] = []
+    for is_control, group in groupby(tokens, lambda token: token in names):
+        run = list(group)
+        pieces += [show_control_token(names[token]) for token in run] if is_control else [tokenizer.decode(run)]
+    return "".join(pieces)
 
 
 def show_control_token(name: str) -> str:
@@ -322,7 +321,7 @@ def _find_begin_of_text(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     if config.get("add_bos_token") is not True:
         return ()
     named = config.get("bos_token") or _read_config(folder / "special_tokens_map.json").get("bos_token")
-    number = tokenizer.token_to_id(_token_name(named) or "")
+    number = tokenizer.token_to_id(read_token_name(named) or "")
     return () if number is None else (number,)
 
 
@@ -348,14 +347,14 @@ def _iterate_named_tokens(folder: Path) -> Iterator[str]:
         config = _read_config(folder / file)
         for key, value in config.items():
             if key.endswith("_token") or key in ("additional_special_tokens", "extra_special_tokens"):
-                yield from filter(None, map(_token_name, value if isinstance(value, list) else [value]))
+                yield from filter(None, map(read_token_name, value if isinstance(value, list) else [value]))
         added = config.get("added_tokens_decoder")
         for token in added.values() if isinstance(added, dict) else ():
             if isinstance(token, dict) and token.get("special"):
-                yield from filter(None, [_token_name(token)])
+                yield from filter(None, [read_token_name(token)])
 
 
-def _token_name(value: object) -> str | None:
+def read_token_name(value: object) -> str | None:
     """The name of a token as Hugging Face's files write it: alone, or with its properties."""
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) else None

@@ -5,9 +5,8 @@ import tarfile
 from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from phalanx.data.bad_rows import BadRowError, BadRows
 from phalanx.data.file_format import HEAD_BYTES, detect_compression, open_unpacked
-from phalanx.data.text_fields import encode_field, parse_json
+from phalanx.data.rows import BadRowError, BadRows, encode_field, parse_json
 from phalanx.errors import DataError
 
 _KEY_AND_PART = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]+)")

@@ -12,8 +12,7 @@ import numpy as np
 from phalanx import formatting
 from phalanx.errors import UsageError
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, read_history
-from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range, log_range, needs_log_scale, render_chart
-from phalanx.observe.html_report.document import render_document
+from phalanx.observe.html_report import page
 from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
@@ -138,9 +137,8 @@ def describe_digests(comparison: RunComparison) -> str:
     digests_equal = comparison.digests_equal
     if digests_equal is None:
         return "Digests: not every run has one, so whether the weights are equal is not known."
-    return (
-        "Digests are equal: the same weights, bit by bit." if digests_equal else "Digests differ: not the same weights."
-    )
+    equal, differ = "Digests are equal: the same weights, bit by bit.", "Digests differ: not the same weights."
+    return equal if digests_equal else differ
 
 
 def render_comparison_text(comparison: RunComparison) -> str:
@@ -165,7 +163,7 @@ def _shorten(text: str) -> str:
 def render_comparison_html(comparison: RunComparison) -> str:
     """One self-contained page: the losses over each other, and both tables."""
     body_html, footer = render_comparison_body(comparison), f"Phalanx comparison of {', '.join(comparison.names)}"
-    return render_document("Phalanx: runs compared", body_html, footer)
+    return page.render_document("Phalanx: runs compared", body_html, footer)
 
 
 def render_comparison_body(comparison: RunComparison) -> str:
@@ -199,18 +197,18 @@ def _render_loss_charts(comparison: RunComparison) -> str:
     for index, (name, history) in enumerate(zip(comparison.names, comparison.histories, strict=True)):
         color, steps = _RUN_COLORS[index % len(_RUN_COLORS)], history.steps
         if len(steps) >= MIN_STEPS_TO_SMOOTH:
-            training.append(ChartSeries("", steps.step, steps.loss, color, "faint"))
-            training.append(ChartSeries(name, steps.step, smooth_series(steps.loss), color))
+            training.append(page.ChartSeries("", steps.step, steps.loss, color, "faint"))
+            training.append(page.ChartSeries(name, steps.step, smooth_series(steps.loss), color))
         elif len(steps):
-            training.append(ChartSeries(name, steps.step, steps.loss, color))
+            training.append(page.ChartSeries(name, steps.step, steps.loss, color))
         if history.evaluations:
             validation.append(validation_series(name, history, color))
     charts = []
     for title, series in (("Training loss", training), ("Validation loss", validation)):
         values = [line.y for line in series]
         if any(np.isfinite(y).any() for y in values):
-            log = any(needs_log_scale(y) for y in values)
+            log = any(page.needs_log_scale(y) for y in values)
             x_range = (0.0, max(1.0, *(float(line.x[-1]) for line in series)))
-            y_range = log_range(values) if log else linear_range(values)
-            charts.append(Chart(title, series, x_range, y_range, log=log, wide=True))
-    return "".join(map(render_chart, charts)) or '<p class="note">No run has finished a step.</p>'
+            y_range = page.log_range(values) if log else page.linear_range(values)
+            charts.append(page.Chart(title, series, x_range, y_range, log=log, wide=True))
+    return "".join(map(page.render_chart, charts)) or '<p class="note">No run has finished a step.</p>'

@@ -17,19 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.run import Event, EventTail
-from phalanx.run.event_types import (
-    AttemptStarted,
-    CheckpointSaved,
-    EvaluationDone,
-    RecipeResolved,
-    RunEnded,
-    RunEvent,
-    StepDone,
-    TasksEvaluated,
-    WorkerFailure,
-    WorkerStarted,
-)
+from phalanx.run import Event, EventTail, event_types
 from phalanx.run.events import UnknownFormat
 
 Floats = npt.NDArray[np.float64]
@@ -104,7 +92,7 @@ class AttemptRecord:
         return max(0.0, until - self.last_work_at) if self.has_died else 0.0
 
 
-EventT = TypeVar("EventT", bound=RunEvent)
+EventT = TypeVar("EventT", bound=event_types.RunEvent)
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,7 @@ class RunHistory:
     steps: StepTable
     attempts: tuple[AttemptRecord, ...]
     planned_steps: int | None
-    evaluations: tuple[EvaluationDone, ...]
+    evaluations: tuple[event_types.EvaluationDone, ...]
     others: tuple[tuple[int, Event], ...]
     wasted_ranges: tuple[tuple[int, int], ...]
     """Ranges (first, last) of steps that were done more than once."""
@@ -134,9 +122,9 @@ class RunHistory:
         return [event for _, event in self.others if isinstance(event, kind)]
 
     @property
-    def task_scores(self) -> tuple[TasksEvaluated, ...]:
+    def task_scores(self) -> tuple[event_types.TasksEvaluated, ...]:
         """The newest scores of `evaluation.tasks` for each step, ascending."""
-        by_step = {event.step: event for event in self.of(TasksEvaluated)}
+        by_step = {event.step: event for event in self.of(event_types.TasksEvaluated)}
         return tuple(by_step[step] for step in sorted(by_step))
 
     @property
@@ -191,7 +179,7 @@ class HistoryBuilder:
     step_numbers: list[int] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
     planned_steps: int | None = None
-    evaluations: dict[int, EvaluationDone] = field(default_factory=dict)
+    evaluations: dict[int, event_types.EvaluationDone] = field(default_factory=dict)
     others: list[tuple[int, Event]] = field(default_factory=list)
     wasted_ranges: list[tuple[int, int]] = field(default_factory=list)
     nodes: set[str] = field(default_factory=set)
@@ -209,27 +197,27 @@ class HistoryBuilder:
         if self.first_event_at is None:
             self.first_event_at = event.time
         self.last_event_at = event.time
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, event_types.AttemptStarted):
             self.add_start(event)
             return
-        if isinstance(event, RecipeResolved):
+        if isinstance(event, event_types.RecipeResolved):
             self.resolving_began = event.time - event.duration_s
         # Events after an attempt's end belong to the next attempt, which reports its workers before it starts.
         is_between = self.resolving_began < math.inf
         if not is_between and self.attempts and (attempt := self.attempts[-1]).end_status is None:
             attempt.last_event_at = event.time
-            if isinstance(event, StepDone | EvaluationDone | CheckpointSaved):
+            if isinstance(event, event_types.StepDone | event_types.EvaluationDone | event_types.CheckpointSaved):
                 attempt.last_work_at = event.time
-            elif isinstance(event, WorkerFailure):
+            elif isinstance(event, event_types.WorkerFailure):
                 attempt.failed = True
-        if isinstance(event, StepDone):
+        if isinstance(event, event_types.StepDone):
             self.add_step(event)
-        elif isinstance(event, EvaluationDone):
+        elif isinstance(event, event_types.EvaluationDone):
             self.evaluations[event.step] = event
-        elif isinstance(event, WorkerStarted):
+        elif isinstance(event, event_types.WorkerStarted):
             self.nodes.add(event.host)
             self.add_unstarted(event.attempt)
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, event_types.RunEnded):
             if self.attempts:
                 self.attempts[-1].end_status, self.attempts[-1].end_reason = event.status, event.reason
             else:
@@ -243,7 +231,7 @@ class HistoryBuilder:
         if all(number > each for each in known):
             self.unstarted_attempts.append(number)
 
-    def add_start(self, event: AttemptStarted) -> None:
+    def add_start(self, event: event_types.AttemptStarted) -> None:
         if is_training_pending(self.attempts, self.unstarted_attempts):
             self.unstarted_attempts.pop()
         started_at, self.resolving_began = min(event.time, self.resolving_began), math.inf
@@ -262,7 +250,7 @@ class HistoryBuilder:
         )
         self.drop_steps_after(event.start_step)
 
-    def add_step(self, event: StepDone) -> None:
+    def add_step(self, event: event_types.StepDone) -> None:
         if self.step_numbers and event.step <= self.step_numbers[-1]:
             self.drop_steps_after(event.step - 1)
         if self.attempts:

@@ -95,10 +95,8 @@ def data_sheet_flops(
     value = _read_tflops(cluster, "data_sheet_tflops", precision)
     if value is None or cluster is None:
         return None
-    devices = (
-        world_size if cluster.get("device") not in (None, "cpu") else int(cluster.get("device_count") or 1) * num_nodes
-    )
-    return value * 1e12 * devices
+    is_cpu = cluster.get("device") in (None, "cpu")
+    return value * 1e12 * (int(cluster.get("device_count") or 1) * num_nodes if is_cpu else world_size)
 
 
 def _read_tflops(cluster: Mapping[str, Any] | None, table: str, precision: str) -> float | None:

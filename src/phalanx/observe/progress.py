@@ -1,4 +1,5 @@
-"""A run while it goes, from its events alone: how far it is, how fast, when it will be done, and displays of that.
+"""A run while it goes, from its events alone: a sentence for each event that users want to read, how far the run is,
+how fast, when it will be done, and displays of that.
 
 `LogProgressDisplay` writes a line every few seconds and one for each event that is not an ordinary step.
 `TerminalProgressDisplay` has a bar below these lines, redrawn in place, instead of lines for steps.
@@ -12,13 +13,119 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 from phalanx import formatting
-from phalanx.observe.event_messages import ALERT_EVENTS, describe_event
-from phalanx.run import Event, Run
-from phalanx.run.event_types import AttemptStarted, RunEnded, StepDone
+from phalanx.run import Event, Run, event_types
 from phalanx.std_streams import SafeStream, escape_control_chars
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+ALERT_EVENTS = (
+    event_types.HangDetected,
+    event_types.StragglerDetected,
+    event_types.WorkerFailure,
+    event_types.NonFiniteStep,
+    event_types.RunWarning,
+    event_types.CheckpointRejected,
+    event_types.CheckpointFailed,
+)
+"""Events that deserve attention."""
+
+
+def describe_event(event: Event, world_size: int, step: int, total_steps: int) -> str:
+    """Format an event that is not a step in one line; empty for kinds that users need not read. `world_size`, `step`
+    and `total_steps`: workers of the run, its last step, and the number of steps of its recipe."""
+    match event:
+        case event_types.AttemptStarted():
+            attempt_text = f"attempt {event.attempt}: " if event.attempt else ""
+            resuming = f"resuming at step {event.start_step} of {total_steps}"
+            start_text = resuming if event.start_step else f"{total_steps} steps"
+            return f"{attempt_text}{formatting.format_plural(world_size, 'worker')} on {event.device}, {start_text}"
+        case event_types.Compiled():
+            breaks = ""
+            if event.num_graph_breaks:
+                breaks = f", with {formatting.format_plural(event.num_graph_breaks, 'graph break')}"
+            blocks = formatting.format_plural(event.num_blocks, "block")
+            return f"compiled {blocks} in {formatting.format_duration(event.duration_s)}{breaks}"
+        case event_types.EvaluationProgress():
+            return f"evaluating after step {event.step}: {event.num_samples_done:,} of {event.num_samples:,} samples"
+        case event_types.EvaluationDone():
+            listed = "".join(f"  {name} {formatting.format_loss(value)}" for name, value in event.metrics.items())
+            best = "  (best so far)" if event.is_best else ""
+            return (
+                f"evaluation at step {event.step}: validation loss {formatting.format_loss(event.loss)} "
+                f"on {formatting.format_plural(event.num_samples, 'sample')}{listed}{best}"
+            )
+        case event_types.TasksEvaluated():
+            return f"tasks at step {event.step}: {describe_scores(event)}"
+        case event_types.CheckpointSaved():
+            size = formatting.format_bytes(event.size_bytes)
+            return f"saved checkpoint at step {event.step} ({size}, {stall(event.stall_s)} stall)"
+        case event_types.CheckpointUploaded():
+            sent, skipped = map(formatting.format_bytes, (event.sent_bytes, event.skipped_bytes))
+            took = f"{sent} sent, {skipped} there already, {formatting.format_duration(event.duration_s)}"
+            return f"uploaded checkpoint of step {event.step} to {event.url} ({took})"
+        case event_types.CheckpointRejected():
+            return f"checkpoint rejected: {event.path}/{event.file}: {event.reason}"
+        case event_types.CheckpointFailed():
+            return f"checkpoint at step {event.step} failed: {event.reason}; training continues"
+        case event_types.NonFiniteStep():
+            return f"non-finite step {event.step}: {event.reason}, {event.action} ({event.num_skipped} skipped so far)"
+        case event_types.WorkerFailure():
+            return f"failure: {event.message}"
+        case event_types.HangDetected():
+            return describe_hang(event)
+        case event_types.StragglerDetected():
+            return describe_straggler(event)
+        case event_types.RunWarning():
+            return f"warning: {event.text}"
+        case event_types.RunEnded():
+            ended = "finished" if event.status == "done" else event.status
+            reason = f"; {event.reason}" if event.reason else ""
+            return f"{ended}: {event.step} of {formatting.format_plural(total_steps, 'step')}{reason}"
+        case _:
+            return ""
+
+
+def stall(seconds: float) -> str:
+    """Format a stall in seconds, in ms where it is shorter."""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1e-3 else formatting.format_duration(seconds)
+
+
+CURRENT_THREAD_MARK = "Current thread"
+"""How faulthandler begins with the thread that took the signal: the main one."""
+
+
+def describe_scores(event: event_types.TasksEvaluated) -> str:
+    """Format the scores of tasks with their standard errors."""
+    errors = {name: f" ± {formatting.format_significant(error, 2)}" for name, error in event.standard_errors.items()}
+    return ", ".join(
+        f"{name} {formatting.format_loss(value)}{errors.get(name, '')}" for name, value in event.metrics.items()
+    )
+
+
+def describe_hang(event: event_types.HangDetected) -> str:
+    """Describe a hang: the rank, where it is, its phase, and the innermost line of its stack outside libraries, if it
+    sent one. The line is that of the training thread, which is printed as the current one, and not of threads that read
+    data or save."""
+    symptom = "has been stopped (SIGSTOP)" if event.is_stopped else "has sent no heartbeat"
+    message = f"hang: rank {event.rank} on {event.host} {symptom} for {formatting.format_duration(event.silence_s)}"
+    message += f", step {event.step}, phase: {event.phase}"
+    main_thread_stack = (event.stack or "").rpartition(CURRENT_THREAD_MARK)[2]
+    lines = [line.strip() for line in main_thread_stack.splitlines() if line.strip().startswith("File ")]
+    user_lines = [line for line in lines if "/site-packages/" not in line and "/lib/python" not in line]
+    innermost = (user_lines or lines)[:1]
+    return message + (f"; {innermost[0]}" if innermost else "")
+
+
+def describe_straggler(event: event_types.StragglerDetected) -> str:
+    """Describe a straggler: the rank, by how much it is slow, and what that costs."""
+    wait, share = formatting.format_duration(event.wait_s_per_step), formatting.format_percent(event.wait_fraction)
+    return (
+        f"straggler: rank {event.rank} on {event.host} takes {event.slowdown:.2f}x as long as its peers, which wait "
+        f"{wait}/step for it ({share} of the time)"
+    )
+
 
 SPEED_WINDOW_S = 10.0
 """Seconds of steps that the shown speed is the mean of."""
@@ -69,14 +176,14 @@ class RunProgress:
     def __init__(self, total_steps: int, facts: RunFacts):
         self.total_steps, self.run_facts = total_steps, facts
         self.step = self.world_size = 0
-        self.last_step_event: StepDone | None = None
+        self.last_step_event: event_types.StepDone | None = None
         self._window: deque[tuple[float, float, float]] = deque()
         self._window_units = self._window_s = 0.0
         self._first_step: tuple[float, int] | None = None
 
     def add_event(self, event: Event) -> None:
         """Count an event in."""
-        if isinstance(event, StepDone):
+        if isinstance(event, event_types.StepDone):
             t, units, seconds = event.time, event.units, event.duration_s
             self.last_step_event = event
             self.step = event.step
@@ -90,7 +197,7 @@ class RunProgress:
                 self._window_s -= old_seconds
             if self._first_step is None or self.step <= self._first_step[1]:
                 self._first_step = (t, self.step)
-        elif isinstance(event, AttemptStarted):
+        elif isinstance(event, event_types.AttemptStarted):
             self.world_size, self.total_steps, self.step = event.world_size, event.total_steps, event.start_step
             self._first_step = None
             self._window.clear()
@@ -146,31 +253,30 @@ class LogProgressDisplay:
     def show_event(self, event: Event) -> None:
         """Take one event, in the order of events.jsonl."""
         self._progress.add_event(event)
-        if isinstance(event, StepDone):
+        if isinstance(event, event_types.StepDone):
             now = self._clock()
             if now >= self._next_log_at or event.step == self._progress.total_steps:
                 self._next_log_at = now + self._interval_s
                 self._last_logged_step = event.step
                 self._show_step(event)
             return
-        last = self._progress.last_step_event
-        if isinstance(event, RunEnded) and self._progress.step != self._last_logged_step and last is not None:
-            self._show_step(last)
-        if text := escape_control_chars(
-            describe_event(event, self._progress.world_size, self._progress.step, self._progress.total_steps)
-        ):
-            self._write_line(event, text)
-        if isinstance(event, AttemptStarted):
+        progress = self._progress
+        is_logged = progress.step == self._last_logged_step
+        if isinstance(event, event_types.RunEnded) and progress.last_step_event is not None and not is_logged:
+            self._show_step(progress.last_step_event)
+        if text := describe_event(event, progress.world_size, progress.step, progress.total_steps):
+            self._write_line(event, escape_control_chars(text))
+        if isinstance(event, event_types.AttemptStarted):
             self._next_log_at = float("-inf")
 
     def close(self) -> None:
         """Leave the terminal as it was found. May be called twice."""
         self._stream.flush()
 
-    def _show_step(self, event: StepDone) -> None:
+    def _show_step(self, event: event_types.StepDone) -> None:
         self._write_line(event, "  ".join(self._format_step(event)))
 
-    def _format_step(self, event: StepDone) -> list[str]:
+    def _format_step(self, event: event_types.StepDone) -> list[str]:
         """The parts of a line about the newest step."""
         progress = self._progress
         width = len(str(progress.total_steps))
@@ -245,7 +351,7 @@ class TerminalProgressDisplay(LogProgressDisplay):
         self._bar.refresh()
         self._bar.stop()
 
-    def _show_step(self, event: StepDone) -> None:
+    def _show_step(self, event: event_types.StepDone) -> None:
         progress = self._progress
         text = "  ".join(self._format_step(event))
         self._bar.update(self._task, total=max(1, progress.total_steps), completed=progress.step, text=text)
@@ -282,7 +388,7 @@ class DeferredDisplay:
 
     def show_event(self, event: Event) -> None:
         """Show one event; events come in the order of events.jsonl."""
-        if isinstance(event, AttemptStarted) and not self._has_started:
+        if isinstance(event, event_types.AttemptStarted) and not self._has_started:
             self._has_started = True
             facts = read_run_facts(self._run) if self._run.resolved.is_file() else RunFacts(self._run.path.name)
             self._display = make_display(self._stream, 0, facts)

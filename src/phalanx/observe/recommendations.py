@@ -39,9 +39,7 @@ class Recommendation:
 
 def find_recommendations(summary: RunSummary, history: RunHistory) -> list[Recommendation]:
     """Every rule's finding: urgent first, then the greatest gain."""
-    recommendations = [
-        recommendation for rule in RECOMMENDATION_RULES if (recommendation := rule(summary, history)) is not None
-    ]
+    recommendations = filter(None, (rule(summary, history) for rule in RECOMMENDATION_RULES))
     return sorted(recommendations, key=lambda recommendation: (not recommendation.is_urgent, -recommendation.max_gain))
 
 
@@ -71,12 +69,11 @@ def recommend_for_grad_sync(summary: RunSummary, history: RunHistory) -> Recomme
     share = _step_share(summary, "grad_sync")
     if share < 0.10 or summary.run_info.world_size == 1:
         return None
-    batch = summary.run_info.global_batch
+    batch, workers = summary.run_info.global_batch, f"{summary.run_info.world_size} workers"
     batch_text = f" (it is {batch}; twice that halves the synchronizations per sample)" if batch else ""
     return Recommendation(
         "grad-sync",
-        f"gradient synchronization is {formatting.format_percent(share)} of the step on {summary.run_info.world_size} "
-        f"workers",
+        f"gradient synchronization is {formatting.format_percent(share)} of the step on {workers}",
         f"raise the global batch{batch_text} and its learning rate with care, send fewer bytes "
         "(compression: bf16 or int8, with determinism: off), or use fewer workers with more threads each",
         "batch.global_size, grad_sync.compression",
@@ -91,15 +88,13 @@ def recommend_for_checkpoint_stalls(summary: RunSummary, history: RunHistory) ->
     only_final = checkpoints.count == 1 and checkpoints.last_step == summary.last_step
     if share < 0.03 or not checkpoints.count or only_final:  # one save at the end cannot be made more rarely
         return None
-    interval_text = (
-        f" every {_round_up(every * share / 0.01)} steps instead of every {every}" if every else " more rarely"
-    )
+    rarer = f"every {_round_up(every * share / 0.01)} steps instead of every {every}" if every else "more rarely"
     return Recommendation(
         "checkpoint-stalls",
         f"checkpoint stalls took {formatting.format_percent(share)} of the time"
         f" ({formatting.format_duration(checkpoints.total_stall_s)} over "
         f"{formatting.format_plural(checkpoints.count, 'save')})",
-        f"save{interval_text}, which brings it to 1%, or put the run onto a faster disk",
+        f"save {rarer}, which brings it to 1%, or put the run onto a faster disk",
         "checkpoint.every",
         max_gain=share,
     )

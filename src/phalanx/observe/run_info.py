@@ -120,6 +120,7 @@ def read_run_info(
     unit = str(plan.get("unit") or ("samples" if task == "classification" else "tokens"))
     last_attempt = history.attempts[-1] if history.attempts else None
     num_threads = recipe.get("num_threads")
+    rates = _sub_mapping(cluster, "measured_matmul_tflops")
     return RunInfo(
         name=str(recipe.get("name") or run.path.name),
         run_path=run.location,
@@ -142,11 +143,7 @@ def read_run_info(
         device=(last_attempt.device if last_attempt else "") or str(cluster.get("device", "")),
         device_name=str(cluster.get("device_name") or ""),
         physical_cores=int_or_none(cluster.get("physical_cores")),
-        measured_matmul_tflops={
-            k: float(v)
-            for k, v in _sub_mapping(cluster, "measured_matmul_tflops").items()
-            if isinstance(v, int | float)
-        },
+        measured_matmul_tflops={name: float(rate) for name, rate in rates.items() if isinstance(rate, int | float)},
         flops_rule=plan.get("flops_rule"),
         checkpoint_interval_steps=int_or_none(_sub_mapping(recipe, "checkpoint").get("every")),
         auto_choices=tuple(
@@ -167,9 +164,8 @@ def _read_versions(environment: Mapping[str, Any]) -> dict[str, str]:
     versions = {key: str(environment[key]) for key in ("phalanx", "torch", "python") if environment.get(key)}
     git = _sub_mapping(environment, "git")
     if commit := git.get("commit"):
-        notes = [
-            word for word, key in (("changed", "dirty"), ("with untracked files", "untracked_files")) if git.get(key)
-        ]
+        words = {"dirty": "changed", "untracked_files": "with untracked files"}
+        notes = [word for key, word in words.items() if git.get(key)]
         versions["git"] = ", ".join([str(commit)[:12], *notes])
     return versions
 
@@ -206,9 +202,8 @@ def _describe_optimizer(optimizer: Mapping[str, Any], session_optimizer: str | N
     if not optimizer:
         return "?"
     schedule = _sub_mapping(optimizer, "schedule")
-    clip_text = (
-        f", clip {optimizer['max_grad_norm']:g}" if isinstance(optimizer.get("max_grad_norm"), int | float) else ""
-    )
+    clip = optimizer.get("max_grad_norm")
+    clip_text = f", clip {clip:g}" if isinstance(clip, int | float) else ""
     text = (session_optimizer or f"{optimizer.get('name', '?')}, lr {optimizer.get('lr', '?')}") + clip_text
     return f"{text}, warm-up {schedule.get('warmup_steps')}, {schedule.get('decay')} decay" if schedule else text
 

@@ -16,32 +16,12 @@ import numpy as np
 
 from phalanx.errors import DataError
 from phalanx.formatting import format_bytes, format_duration, format_plural
-from phalanx.observe import metrics
-from phalanx.observe.energy_cost import CostSummary, EnergySummary, read_run_prices, summarize_cost, summarize_energy
-from phalanx.observe.event_messages import describe_straggler
-from phalanx.observe.goodput import (
-    ETTR_DEFINITION,
-    DeviceTime,
-    RunDurations,
-    compute_device_time,
-    split_work,
-    summarize_durations,
-)
+from phalanx.observe import goodput, metrics
 from phalanx.observe.history import AttemptRecord, RunHistory, StepTable, as_float
+from phalanx.observe.progress import describe_straggler
 from phalanx.observe.run_info import RunInfo, int_or_none, read_run_info, recipe_and_losses
-from phalanx.run import Run
+from phalanx.run import Run, event_types
 from phalanx.run.directory import drop_malformed
-from phalanx.run.event_types import (
-    CheckpointFailed,
-    CheckpointRejected,
-    CheckpointSaved,
-    CheckpointUploaded,
-    NonFiniteStep,
-    RunWarning,
-    StragglerDetected,
-    TasksEvaluated,
-    WorkerFailure,
-)
 from phalanx.run.fields import read_as
 from phalanx.run.mixture import MIXTURE_KEY, SourceMixture
 
@@ -66,7 +46,7 @@ class LossSummary:
     """Samples of the last evaluation."""
     metrics: dict[str, float] | None = None
     """Metrics of the last evaluation."""
-    tasks: tuple[TasksEvaluated, ...] = ()
+    tasks: tuple[event_types.TasksEvaluated, ...] = ()
     """Scores of `evaluation.tasks`, by step."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, as last estimated; None until enough steps have added to the estimate."""
@@ -144,8 +124,8 @@ class RunSummary:
     speed: SpeedSummary
     breakdown_s: dict[str, float] | None
     """Mean seconds of a step by part; they sum to the mean step."""
-    durations: RunDurations
-    device_time: DeviceTime
+    durations: goodput.RunDurations
+    device_time: goodput.DeviceTime
     attempts: tuple[AttemptRecord, ...]
     num_restarts: int
     wasted_steps: int
@@ -157,8 +137,8 @@ class RunSummary:
     warnings: tuple[str, ...]
     checkpoints: CheckpointSummary
     data: DataSummary | None
-    energy: EnergySummary | None
-    cost: CostSummary | None
+    energy: goodput.EnergySummary | None
+    cost: goodput.CostSummary | None
     """None without prices: PHALANX_CLUSTER was not set."""
     digest: str | None
     lost: tuple[str, ...] = ()
@@ -171,16 +151,11 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity become null, as strict JSON has neither."""
-        strict = _to_strict_json(
-            {
-                **asdict(self),
-                "breakdown_shares": self.breakdown_shares,
-                "goodput": self.device_time.goodput_share,
-                "ettr": {"value": self.durations.ettr, "definition": ETTR_DEFINITION},
-            }
-        )
-        assert isinstance(strict, dict)
-        return strict
+        values = asdict(self)
+        values["breakdown_shares"] = self.breakdown_shares
+        values["goodput"] = self.device_time.goodput_share
+        values["ettr"] = {"value": self.durations.ettr, "definition": goodput.ETTR_DEFINITION}
+        return {name: _to_strict_json(value) for name, value in values.items()}
 
 
 def build_summary(run: Run, history: RunHistory) -> RunSummary:
@@ -195,10 +170,11 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
     steps = history.steps
     status, last_step = _end(run, history, result, lost)
     is_finished = status not in ("incomplete", "not started") and result.get("steps") == last_step
-    guards = history.of(NonFiniteStep)
-    device_time, num_units = compute_device_time(history), float(np.nansum(steps.tokens))
-    energy = summarize_energy(run, history, status in RUN_OUTCOMES)
-    prices = read_run_prices(cluster)
+    guards, failures = history.of(event_types.NonFiniteStep), history.of(event_types.WorkerFailure)
+    warnings = [event.text for event in history.of(event_types.RunWarning)]
+    device_time, num_units = goodput.compute_device_time(history), float(np.nansum(steps.tokens))
+    energy = goodput.summarize_energy(run, history, status in RUN_OUTCOMES)
+    prices = goodput.read_run_prices(cluster)
     return RunSummary(
         run_info=run_info,
         status=status,
@@ -211,7 +187,7 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         loss=_summarize_loss(history),
         speed=_summarize_speed(steps, run_info, plan, cluster, history),
         breakdown_s=metrics.mean_breakdown(steps),
-        durations=summarize_durations(history),
+        durations=goodput.summarize_durations(history),
         device_time=device_time,
         attempts=history.attempts,
         num_restarts=history.num_restarts,
@@ -219,23 +195,12 @@ def build_summary(run: Run, history: RunHistory) -> RunSummary:
         skipped_steps=int(np.nansum(steps.skipped)),
         nonfinite_actions=dict(Counter(f"{event.reason}: {event.action}" for event in guards)),
         num_rollbacks=sum(event.action == "rollback" for event in guards),
-        failures=tuple(f"rank {each.rank}: {each.what} ({each.message})" for each in history.of(WorkerFailure)),
-        warnings=(
-            *(event.text for event in history.of(RunWarning)),
-            *map(describe_straggler, history.of(StragglerDetected)),
-        ),
+        failures=tuple(f"rank {each.rank}: {each.what} ({each.message})" for each in failures),
+        warnings=(*warnings, *map(describe_straggler, history.of(event_types.StragglerDetected))),
         checkpoints=_summarize_checkpoints(history),
         data=_summarize_data(recipe, plan or {}, run_info.global_batch, metrics.mean_breakdown(steps)),
         energy=energy,
-        cost=None
-        if prices is None
-        else summarize_cost(
-            prices,
-            device_time.allocated_s,
-            None if energy is None else energy.energy_j,
-            energy is not None and energy.energy_j_per_step is not None,
-            num_units,
-        ),
+        cost=None if prices is None else goodput.summarize_cost(prices, device_time.allocated_s, energy, num_units),
         digest=str(result["digest"]) if is_finished and result.get("digest") else None,
         lost=tuple(lost),
     )
@@ -273,9 +238,8 @@ def _end(run: Run, history: RunHistory, result: Mapping[str, Any], lost: list[st
         lost.append(f"{run.events}: ends at step {history.last_step}; {run.result.name} says {status} at step {steps}")
         return str(status), steps
     if not history.attempts and saved:
-        lost.append(
-            f"{run.events}: {'is damaged' if run.events.exists() else 'is missing'}; the last step is that saved"
-        )
+        what = "is damaged" if run.events.exists() else "is missing"
+        lost.append(f"{run.events}: {what}; the last step is that saved")
         return "not known", saved
     return history.status, history.last_step
 
@@ -352,20 +316,21 @@ def _summarize_data(
 
 
 def _summarize_checkpoints(history: RunHistory) -> CheckpointSummary:
-    events, work = history.of(CheckpointSaved), split_work(history)
+    events, work = history.of(event_types.CheckpointSaved), goodput.split_work(history)
+    rejected = history.of(event_types.CheckpointRejected)
     return CheckpointSummary(
         count=len(events),
         last_bytes=events[-1].size_bytes if events else None,
         total_stall_s=work.checkpoint_stall_s,
         step_stall_s=work.step_stall_s,
         last_step=events[-1].step if events else None,
-        rejected=tuple(f"{each.path}/{each.file}: {each.reason}" for each in history.of(CheckpointRejected)),
-        failed=tuple(f"step {event.step}: {event.reason}" for event in history.of(CheckpointFailed)),
-        uploads=_summarize_uploads(history.of(CheckpointUploaded)),
+        rejected=tuple(f"{each.path}/{each.file}: {each.reason}" for each in rejected),
+        failed=tuple(f"step {event.step}: {event.reason}" for event in history.of(event_types.CheckpointFailed)),
+        uploads=_summarize_uploads(history.of(event_types.CheckpointUploaded)),
     )
 
 
-def _summarize_uploads(events: Sequence[CheckpointUploaded]) -> str:
+def _summarize_uploads(events: Sequence[event_types.CheckpointUploaded]) -> str:
     if not events:
         return ""
     sent, skipped = sum(each.sent_bytes for each in events), sum(each.skipped_bytes for each in events)

@@ -4,10 +4,9 @@ import textwrap
 from collections.abc import Sequence
 
 from phalanx import formatting
-from phalanx.observe.energy_cost import JOULES_PER_KWH, CostSummary, EnergySummary
-from phalanx.observe.event_messages import describe_scores
-from phalanx.observe.goodput import DeviceTime, FailureCost
+from phalanx.observe.goodput import JOULES_PER_KWH, CostSummary, DeviceTime, EnergySummary, FailureCost
 from phalanx.observe.history import STEP_COMPONENTS
+from phalanx.observe.progress import describe_scores
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.run_info import RunInfo
 from phalanx.observe.summary import RUN_OUTCOMES, DataSummary, RunSummary
@@ -40,10 +39,8 @@ def render_report_text(summary: RunSummary, recommendations: Sequence[Recommenda
 
 def describe_outcome(summary: RunSummary) -> str:
     """How the run ended, in one line."""
-    steps_text = ""
-    if summary.planned_steps:
-        steps_text = f"{summary.last_step} of {formatting.format_plural(summary.planned_steps, 'step')}"
-    steps_text = steps_text or formatting.format_plural(summary.last_step, "step")
+    steps_text = formatting.format_plural(summary.planned_steps or summary.last_step, "step")
+    steps_text = f"{summary.last_step} of {steps_text}" if summary.planned_steps else steps_text
     wall_text = f" in {formatting.format_duration(summary.durations.wall_s)}" if summary.durations.wall_s else ""
     if summary.status == "not known":
         return f"unknown: {steps_text} at least"
@@ -59,9 +56,8 @@ def describe_outcome(summary: RunSummary) -> str:
 def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
     """Name and value of everything that was fixed before the first step."""
     args = ", ".join(f"{key} {value}" for key, value in run_info.model_args.items())
-    size = "parameters not counted"
-    if run_info.parameters is not None:
-        size = f"{formatting.format_count(run_info.parameters)} parameters"
+    is_counted = run_info.parameters is not None
+    size = f"{formatting.format_count(run_info.parameters)} parameters" if is_counted else "parameters not counted"
     batch = formatting.NOT_MEASURED_TEXT
     if run_info.global_batch is not None:
         batch = formatting.format_plural(run_info.global_batch, "sample")
@@ -70,12 +66,11 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
         if run_info.micro_batch:
             batch += f", in micro-batches of {run_info.micro_batch}"
     workers = formatting.format_plural(run_info.world_size, "worker")
-    workers += (
-        f" with {formatting.format_plural(run_info.threads_per_worker, 'thread')} each"
-        if run_info.threads_per_worker and run_info.device == "cpu"
-        else ""
-    )
+    if run_info.threads_per_worker and run_info.device == "cpu":
+        workers += f" with {formatting.format_plural(run_info.threads_per_worker, 'thread')} each"
     workers += f" on {run_info.num_nodes} machines" if run_info.num_nodes > 1 else ""
+    device = run_info.device or formatting.NOT_MEASURED_TEXT
+    device += f", {run_info.device_name}" if run_info.device_name else ""
     cores = f", {formatting.format_plural(run_info.physical_cores, 'core')}" if run_info.physical_cores else ""
     facts = [
         ("model", f"{run_info.model}, {size}" + (f" ({args})" if args else "")),
@@ -86,15 +81,10 @@ def run_info_rows(run_info: RunInfo) -> list[tuple[str, str]]:
         ("optimizer", run_info.optimizer),
         ("precision", run_info.precision),
         ("parallelism", f"{run_info.parallelism}; {workers}"),
-        (
-            "device",
-            f"{run_info.device or formatting.NOT_MEASURED_TEXT}"
-            f"{f', {run_info.device_name}' if run_info.device_name else ''}{cores}",
-        ),
+        ("device", f"{device}{cores}"),
     ]
-    facts += [
-        ("auto", f"{key} = {value}{f': {reason}' if reason else ''}") for key, value, reason in run_info.auto_choices
-    ]
+    for key, value, reason in run_info.auto_choices:
+        facts.append(("auto", f"{key} = {value}{f': {reason}' if reason else ''}"))
     if run_info.versions:
         facts.append(("versions", ", ".join(f"{name} {version}" for name, version in run_info.versions.items())))
     return facts
@@ -108,16 +98,14 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if loss.last is None:
         return [("training", "no step finished yet")]
     training = f"{formatting.format_loss(loss.first)} -> {formatting.format_loss(loss.last)}"
-    training += (
-        f" (mean of the last steps {formatting.format_loss(loss.final_mean)})" if loss.final_mean is not None else ""
-    )
+    if loss.final_mean is not None:
+        training += f" (mean of the last steps {formatting.format_loss(loss.final_mean)})"
     facts = [("training", training)]
     if summary.epochs:
         facts.append(("epochs", format_epochs(summary.epochs)))
     if loss.num_nonfinite:
-        facts.append(
-            ("non-finite loss", f"{loss.num_nonfinite} of {formatting.format_plural(summary.last_step, 'step')}")
-        )
+        steps = formatting.format_plural(summary.last_step, "step")
+        facts.append(("non-finite loss", f"{loss.num_nonfinite} of {steps}"))
     if loss.noise_scale is not None:
         facts.append(("noise scale", describe_noise_scale(loss.noise_scale, summary.run_info.global_batch)))
     if loss.tasks:
@@ -125,18 +113,16 @@ def loss_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if loss.validation_last is None:
         facts.append(("validation", "not evaluated"))
         return facts
-    validation_text = (
-        f"{formatting.format_loss(loss.validation_first)} -> {formatting.format_loss(loss.validation_last)}"
-    )
+    first, last = map(formatting.format_loss, (loss.validation_first, loss.validation_last))
+    validation_text = f"{first} -> {last}"
     if loss.validation_best is not None:
         validation_text += f", best {formatting.format_loss(loss.validation_best)} at step {loss.validation_best_step}"
     if loss.num_validation_samples is not None:
         validation_text += f", on {formatting.format_plural(loss.num_validation_samples, 'sample')}"
     facts.append(("validation", validation_text))
     if loss.metrics:
-        facts.append(
-            ("metrics", ", ".join(f"{name} {formatting.format_loss(value)}" for name, value in loss.metrics.items()))
-        )
+        metrics = (f"{name} {formatting.format_loss(value)}" for name, value in loss.metrics.items())
+        facts.append(("metrics", ", ".join(metrics)))
     return facts
 
 
@@ -151,14 +137,10 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
     speed = summary.speed
     if speed.median_per_s is None:
         return []
-    speed_text = (
-        f"{formatting.format_rate(speed.median_per_s, speed.unit)} (median; mean "
-        f"{formatting.format_rate(speed.mean_per_s, speed.unit)})"
-    )
-    step = (
-        f"{formatting.format_duration(speed.step_median_s)} (median; 95% within "
-        f"{formatting.format_duration(speed.step_p95_s)})"
-    )
+    median, mean = (formatting.format_rate(rate, speed.unit) for rate in (speed.median_per_s, speed.mean_per_s))
+    speed_text = f"{median} (median; mean {mean})"
+    step_median, step_p95 = map(formatting.format_duration, (speed.step_median_s, speed.step_p95_s))
+    step = f"{step_median} (median; 95% within {step_p95})"
     predicted_s = speed.predicted_step_s or speed.calibrated_step_s
     if predicted_s and speed.step_median_s:
         share = speed.step_median_s / predicted_s - 1
@@ -167,17 +149,13 @@ def speed_rows(summary: RunSummary) -> list[tuple[str, str]]:
         step += f"; predicted {formatting.format_duration(predicted_s)}, {error}"
     facts = [("speed", speed_text), ("step", step)]
     if predicted_s and (largest_error := speed.largest_error) is not None:
-        parts = (
-            f"{formatting.format_duration(largest_error.predicted_s)} predicted, "
-            f"{formatting.format_duration(largest_error.measured_s)} measured"
-        )
-        facts.append(("largest error", f"{largest_error.component}: {parts}"))
+        times = map(formatting.format_duration, (largest_error.predicted_s, largest_error.measured_s))
+        facts.append(("largest error", "{}: {} predicted, {} measured".format(largest_error.component, *times)))
     computed = f" ({formatting.format_flops(speed.model_flops_per_s)} of {{}})"
     measured, sheet = formatting.format_percent(speed.mfu_measured), formatting.format_percent(speed.mfu_data_sheet)
     if speed.mfu_measured is not None:
-        measured += computed.format(
-            f"{formatting.format_flops(speed.matmul_flops_per_s)} measured in {summary.run_info.precision} matmul"
-        )
+        peak = formatting.format_flops(speed.matmul_flops_per_s)
+        measured += computed.format(f"{peak} measured in {summary.run_info.precision} matmul")
         if (speed.model_flops_per_s or 0.0) > (speed.matmul_flops_per_s or 0.0):
             measured += "; training beats this peak, so it was measured too low, on a busy machine"
     if speed.mfu_data_sheet is not None:
@@ -242,14 +220,7 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     durations = summary.durations
     if durations.wall_s <= 0:
         return []
-    named = (
-        ("training", durations.training_s),
-        ("evaluation", durations.evaluation_s),
-        ("startup", durations.startup_s),
-        ("wasted", durations.wasted_s),
-        ("unavailable", durations.unavailable_s),
-        ("other", durations.other_s),
-    )
+    names = ("training", "evaluation", "startup", "wasted", "unavailable", "other")
     total = formatting.format_duration(durations.wall_s)
     total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
     total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
@@ -257,14 +228,11 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     within_text = ", ".join(_format_part(*each) for each in within if each[1] >= 0.05)
     parts = [
         _format_part(name, seconds) + (f" ({within_text})" if name == "startup" and within_text else "")
-        for name, seconds in named
-        if seconds > 0.0005 * durations.wall_s
+        for name in names
+        if (seconds := getattr(durations, f"{name}_s")) > 0.0005 * durations.wall_s
     ]
-    facts = [
-        ("wall time", total),
-        ("breakdown", ", ".join(parts)),
-        (summary.run_info.unit, formatting.format_count(summary.num_units)),
-    ]
+    facts = [("wall time", total), ("breakdown", ", ".join(parts))]
+    facts.append((summary.run_info.unit, formatting.format_count(summary.num_units)))
     steps, planned = summary.last_step, summary.planned_steps
     if summary.status not in RUN_OUTCOMES and steps and planned:
         left_s = max(0, planned - steps) * durations.wall_s / steps
@@ -284,28 +252,20 @@ def goodput_rows(device_time: DeviceTime) -> list[tuple[str, str]]:
     def share(value: float) -> str:
         return formatting.format_percent(value / device_time.allocated_s)
 
-    blocked = [
-        ("startup", device_time.startup_s),
-        ("data wait", device_time.data_wait_s),
-        ("checkpoint stall", device_time.checkpoint_stall_s),
-    ]
+    blocked = [("startup", device_time.startup_s), ("data wait", device_time.data_wait_s)]
+    blocked.append(("checkpoint stall", device_time.checkpoint_stall_s))
     named = ", ".join(f"{name} {share(value)}" for name, value in blocked if value > 0.0005 * device_time.allocated_s)
     goodput = f"{share(device_time.productive_s)} of {formatting.format_duration(device_time.allocated_s)} device time"
     goodput += f"; blocked {share(device_time.blocked_s)}" + (f" ({named})" if named else "")
     goodput += f", wasted {share(device_time.wasted_s)}, unavailable {share(device_time.unavailable_s)}"
-    return [
-        ("goodput", goodput),
-        *(("failure cost", describe_failure_cost(loss)) for loss in device_time.failure_costs),
-    ]
+    costs = map(describe_failure_cost, device_time.failure_costs)
+    return [("goodput", goodput), *(("failure cost", text) for text in costs)]
 
 
 def describe_failure_cost(failure_cost: FailureCost) -> str:
     """A fault and what it cost."""
-    parts = (
-        ("wasted", failure_cost.wasted_s),
-        ("unavailable", failure_cost.unavailable_s),
-        ("restart", failure_cost.startup_s),
-    )
+    cost = failure_cost
+    parts = (("wasted", cost.wasted_s), ("unavailable", cost.unavailable_s), ("restart", cost.startup_s))
     breakdown_text = ", ".join(_format_part(*part) for part in parts)
     total, detection = map(formatting.format_duration, (failure_cost.total_s, failure_cost.detection_s))
     return f"{failure_cost.description}: {total} device time ({breakdown_text}); detected after {detection}"
@@ -323,10 +283,8 @@ def safety_rows(summary: RunSummary) -> list[tuple[str, str]]:
         restarts += f"; workers: {' -> '.join(str(attempt.world_size) for attempt in summary.attempts)}"
     checkpoint_text = "none saved"
     if checkpoints.count:
-        checkpoint_text = (
-            f"{checkpoints.count} saved, the last at step {checkpoints.last_step} "
-            f"({formatting.format_bytes(checkpoints.last_bytes)})"
-        )
+        size = formatting.format_bytes(checkpoints.last_bytes)
+        checkpoint_text = f"{checkpoints.count} saved, the last at step {checkpoints.last_step} ({size})"
         checkpoint_text += f"; stall {formatting.format_duration(checkpoints.total_stall_s)} in total"
     nonfinite_text = ", ".join(f"{what} {count}x" for what, count in summary.nonfinite_actions.items()) or "none"
     facts = [("restarts", restarts), ("non-finite steps", nonfinite_text), ("checkpoints", checkpoint_text)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.memory import MemoryEstimate, TrainingOptions, estimate_memory, is_cpu
 from phalanx.planner.scenario import Scenario
-from phalanx.recipe.batch_scaling import list_divisors
+from phalanx.recipe.work_division import list_divisors
 
 MAX_DEVICE_FACTOR = 1024
 """How many times as many devices are thought of at most."""

@@ -15,8 +15,8 @@ from phalanx.planner.model_profile import AttentionOp, ModelProfile
 from phalanx.planner.scenario import Scenario
 from phalanx.planner.state_memory import NO_OPTIMIZER_STATE, OptimizerState
 from phalanx.planner.step_time import StepBreakdown, predict_step_times
-from phalanx.recipe.batch_scaling import list_divisors
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import list_divisors
 
 MAX_SIMULATED = 50
 """How many of the best estimates that fit are simulated."""

@@ -13,8 +13,8 @@ from phalanx.cluster.spec import Cluster, LocationSpeed, Reliability, StorageSpe
 from phalanx.planner.state_memory import optimizer_state_of
 from phalanx.planner.step_time import StepBreakdown
 from phalanx.recipe import Recipe
+from phalanx.storage.run_objects import BLOCK_BYTES
 from phalanx.storage.store import RANGE_BYTES
-from phalanx.storage.stored_checkpoints import BLOCK_BYTES
 
 _MAX_EXPONENT = 700.0  # e to this still fits a float
 SECONDS_PER_DAY = 86_400.0

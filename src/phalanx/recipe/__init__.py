@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from phalanx.lazy_exports import make_getattr
 
 if TYPE_CHECKING:
-    from phalanx.recipe.batch_scaling import scale_batch_with_workers
     from phalanx.recipe.checks import check_recipe
     from phalanx.recipe.imports import describe_exception, import_object
     from phalanx.recipe.load import load_recipe, load_resolved_recipe
     from phalanx.recipe.schema import Recipe, ResolvedRecipe
+    from phalanx.recipe.work_division import scale_batch_with_workers
 
 __all__ = [
     "Recipe",
@@ -30,10 +30,10 @@ if not TYPE_CHECKING:
     __getattr__ = make_getattr(
         __name__,
         {
-            "batch_scaling": ("scale_batch_with_workers",),
             "checks": ("check_recipe",),
             "imports": ("describe_exception", "import_object"),
             "load": ("load_recipe", "load_resolved_recipe"),
             "schema": ("Recipe", "ResolvedRecipe"),
+            "work_division": ("scale_batch_with_workers",),
         },
     )

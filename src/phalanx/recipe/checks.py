@@ -3,23 +3,21 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from phalanx.errors import RecipeError
-from phalanx.recipe.batch_scaling import scale_batch_with_workers
-from phalanx.recipe.data_schema import DataConfig, DataSource, EvaluationConfig
+from phalanx.recipe.data_schema import DataConfig
 from phalanx.recipe.devices import find_device_problems
 from phalanx.recipe.grad_sync_defaults import DEFAULT_WARMUP_STEPS
 from phalanx.recipe.imports import HF_PREFIX, huggingface_location
-from phalanx.recipe.parallelism_checks import find_batch_problems, find_parallelism_problems
 from phalanx.recipe.schema import (
     DistillationConfig,
-    GradSyncConfig,
     LocalSgdConfig,
-    LrScheduleConfig,
-    OptimizerConfig,
     Parallelism,
     Recipe,
 )
 from phalanx.recipe.validation_errors import join_problems, suggest_nearest
+from phalanx.recipe.work_division import find_batch_problems, find_parallelism_problems, scale_batch_with_workers
 from phalanx.storage.url import is_url
 
 BUILT_IN_TASKS = {
@@ -54,6 +52,11 @@ SOURCES_WITH = {
 """Key of a source -> kinds of sources that use it."""
 OF_TEXT = ("tokenizer", "seq_len", "document_masking", "packing")
 """Keys of `data` that pictures do not use."""
+
+
+def _is_given(section: BaseModel, key: str) -> bool:
+    """Whether a key of a part of the recipe has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True))
 
 
 def num_workers_for(recipe: Recipe, default: int) -> int:
@@ -93,7 +96,7 @@ def check_task(recipe: Recipe, kind: str, at: Callable[[str], str] = str) -> Non
         )
     if kind == "images":
         for name in OF_TEXT:
-            if getattr(recipe.data, name) != getattr(DataConfig(), name):
+            if _is_given(recipe.data, name):
                 raise RecipeError(f"{at(f'data.{name}')}: is for text, and the data are images: leave it out")
 
 
@@ -144,11 +147,8 @@ def _find_problems(recipe: Recipe, folder: Path, num_workers: int | None) -> Ite
     yield from _mixture(recipe.data)
     lr_scaling = recipe.optimizer.lr_scaling
     if lr_scaling is not None and lr_scaling.base_batch_size is None and not recipe.batch.scale_with_workers:
-        yield (
-            "optimizer.lr_scaling",
-            "base_batch_size is missing: for how many samples of a step is optimizer.lr right? "
-            "(batch.scale_with_workers: true would say so)",
-        )
+        problem = "base_batch_size is missing: for how many samples of a step is optimizer.lr right?"
+        yield "optimizer.lr_scaling", f"{problem} (batch.scale_with_workers: true would say so)"
     if num_workers is not None and num_groups is not None:
         samples = scale_batch_with_workers(recipe, num_workers).batch.global_size
         yield from find_batch_problems(samples, recipe.batch.micro_size, num_groups)
@@ -196,17 +196,16 @@ def _promised(recipe: Recipe) -> str:
 
 def _grad_sync(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """How gradients are added, and what they are sent as."""
-    grad_sync, determinism, usual = recipe.grad_sync, _promised(recipe), GradSyncConfig()
+    grad_sync = recipe.grad_sync
+    determinism = _promised(recipe)
     compression, method, lossy = grad_sync.compression, grad_sync.method, grad_sync.compression != "none"
     key, other = ("grad_sync.compression", "none") if lossy else ("grad_sync.algorithm", "all-reduce")
     if lossy and grad_sync.algorithm not in ("auto", "all-reduce"):
-        yield (
-            key,
-            f"{compression} goes with algorithm: auto or all-reduce, and the algorithm is {grad_sync.algorithm}: "
-            "use one of these, or compression: none",
-        )
+        why = f"{compression} goes with algorithm: auto or all-reduce, and the algorithm is {grad_sync.algorithm}"
+        yield key, f"{why}: use one of these, or compression: none"
     for name, given in (("warmup_steps", (DEFAULT_WARMUP_STEPS,)), ("powersgd_rank", ())):
-        if getattr(grad_sync, name) not in (getattr(usual, name), *given) and compression != "powersgd":
+        is_usual = not _is_given(grad_sync, name) or getattr(grad_sync, name) in given
+        if not is_usual and compression != "powersgd":
             what = f"is for compression: powersgd, and the compression is {compression}: leave it out"
             yield f"grad_sync.{name}", what
     if recipe.local_sgd is not None:
@@ -218,16 +217,11 @@ def _grad_sync(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     if determinism == "elastic":
         allowed = "off" if lossy else "fixed-world"
-        yield (
-            key,
-            f"found {method}, but determinism: elastic has an order of addition of its own: use {other}, or "
-            f"determinism: {allowed}",
-        )
+        why = f"found {method}, but determinism: elastic has an order of addition of its own"
+        yield key, f"{why}: use {other}, or determinism: {allowed}"
     elif lossy and determinism != "off":
-        yield (
-            key,
-            f"{method} rounds what it sends, which determinism: {determinism} forbids: use none, or determinism: off",
-        )
+        what = f"{method} rounds what it sends"
+        yield key, f"{what}, which determinism: {determinism} forbids: use none, or determinism: off"
     if isinstance(recipe.parallelism, Parallelism):
         layout = recipe.parallelism
         sharded = layout.shard * layout.context * layout.expert > 1
@@ -250,7 +244,7 @@ def _local_sgd(recipe: Recipe, local_sgd: LocalSgdConfig) -> Iterator[tuple[str,
     if isinstance(layout, Parallelism) and layout.replicate != layout.world:
         problem = "is for workers that hold the whole model: give parallelism.replicate only, or local_sgd: null"
         yield "local_sgd", problem
-    if local_sgd.method == "average" and local_sgd.outer_optimizer != LocalSgdConfig().outer_optimizer:
+    if local_sgd.method == "average" and _is_given(local_sgd, "outer_optimizer"):
         problem = "is for method: diloco, and average takes the plain mean: leave it out, or use diloco"
         yield "local_sgd.outer_optimizer", problem
     every, fragments, delay = local_sgd.sync_every, local_sgd.num_fragments, local_sgd.sync_delay
@@ -275,19 +269,13 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if source.images is not None and source.image_size is None:
             yield key, "images need a common size, for instance `image_size: [224, 224]`"
         for name, kinds in SOURCES_WITH.items():
-            if (
-                getattr(source, name) != DataSource.model_fields[name].get_default(call_default_factory=True)
-                and source.kind not in kinds
-            ):
+            if _is_given(source, name) and source.kind not in kinds:
                 yield f"{key}.{name}", f"is for {', '.join(kinds)}, and the source is {source.kind}: leave it out"
     if all(source.has_images for source in recipe.data.sources):
         for name in OF_TEXT:
-            if getattr(recipe.data, name) != getattr(DataConfig(), name):
+            if _is_given(recipe.data, name):
                 yield f"data.{name}", "is for text, and the source has images: leave it out"
-    if (
-        recipe.evaluation.source is not None
-        and recipe.evaluation.holdout_fraction != EvaluationConfig().holdout_fraction
-    ):
+    if recipe.evaluation.source is not None and _is_given(recipe.evaluation, "holdout_fraction"):
         problem = "is a share of the training data, and evaluation.source names other data: leave one out"
         yield "evaluation.holdout_fraction", problem
 
@@ -322,21 +310,18 @@ def _optimizer(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The optimizer's state, where it is kept, and keys that only others have."""
     name, state = recipe.optimizer.name, recipe.optimizer.state_dtype
     for key, names in OPTIMIZERS_WITH.items():
-        if getattr(recipe.optimizer, key) != getattr(OptimizerConfig(), key) and name not in names:
+        if _is_given(recipe.optimizer, key) and name not in names:
             yield f"optimizer.{key}", f"is for {', '.join(names)}, and the optimizer is {name}: leave it out"
     schedule = recipe.optimizer.schedule
     for key, decays in DECAYS_WITH.items():
-        if getattr(schedule, key) != getattr(LrScheduleConfig(), key) and schedule.decay not in decays:
+        if _is_given(schedule, key) and schedule.decay not in decays:
             what = f"is for decay: {', '.join(decays)}, and it is {schedule.decay}: leave it out"
             yield f"optimizer.schedule.{key}", what
     if state != "fp32" and name != "adamw":
         yield "optimizer.state_dtype", f"{state} is for adamw; {name} keeps its state in fp32"
     if recipe.optimizer.offload and name not in ("adamw", "sgd"):
-        yield (
-            "optimizer.offload",
-            f"true goes with adamw and sgd; a step of {name} needs whole matrices, not only the part that a "
-            "worker holds",
-        )
+        why = f"a step of {name} needs whole matrices, not only the part that a worker holds"
+        yield "optimizer.offload", f"true goes with adamw and sgd; {why}"
     if recipe.evaluation.weights == "ema" and recipe.optimizer.ema_decay is None:
         yield "evaluation.weights", "ema is the moving average of optimizer.ema_decay, which is null: give it, as 0.999"
     if recipe.optimizer.ema_decay is not None and recipe.local_sgd is not None:

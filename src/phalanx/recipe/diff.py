@@ -56,12 +56,8 @@ def is_free_on_resume(key: str) -> bool:
 
 def is_mathematics(key: str, trained: Recipe) -> bool:
     """Whether a value of `key` in resolved.yaml must be that of the checkpoint's own recipe, `trained`."""
-    # what is chosen while training
-    own = (
-        (*KEYS_NOT_COMPARED, "determinism", "grad_sync", "local_sgd")
-        if trained.determinism == "off"
-        else KEYS_NOT_COMPARED
-    )
+    chosen_while_training = ("determinism", "grad_sync", "local_sgd") if trained.determinism == "off" else ()
+    own = (*KEYS_NOT_COMPARED, *chosen_while_training)
     return not is_free_on_resume(key) and not any(f"{key}.".startswith(f"{place}.") for place in own)
 
 

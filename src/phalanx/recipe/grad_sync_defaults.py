@@ -70,9 +70,8 @@ def overlaps_with_backward(recipe: Recipe, parallelism: Parallelism, device: str
     """Whether replicas reduce gradients during backward, bucket by bucket, rather than after it or by FSDP."""
     sharded = parallelism.shard * parallelism.context * parallelism.expert > 1
     reduced_by_fsdp = sharded and (device != "cpu" or not reduces_hybrid_shards(recipe))
-    return parallelism.replicate > 1 and not (
-        parallelism.pipeline > 1 or reduced_by_fsdp or recipe.local_sgd is not None
-    )
+    reduced_later = parallelism.pipeline > 1 or recipe.local_sgd is not None
+    return parallelism.replicate > 1 and not (reduced_by_fsdp or reduced_later)
 
 
 def gradient_bytes_per_rank(num_parameters: int, parallelism: Parallelism) -> float:

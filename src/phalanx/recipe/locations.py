@@ -17,14 +17,14 @@ from phalanx.run.companions import COMPANION_FILES, TOKENIZER_FILE
 from phalanx.storage.cache import localize, localize_files
 from phalanx.storage.errors import StoreUnavailable
 from phalanx.storage.hub import pin_revision
-from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME, StoredSteps
+from phalanx.storage.run_objects import CHECKPOINTS_NAME, StoredSteps
 from phalanx.storage.url import fixed_prefix, is_url, parse_url
 
 TOKENIZER_NAMES = (TOKENIZER_FILE, HF_CONFIG_FILE, *COMPANION_FILES)
 """Files next to a tokenizer that say more about it."""
 _MODEL_PATTERNS = ("*.safetensors", "*.safetensors.index.json", *TOKENIZER_NAMES)
 """Files of a Hugging Face directory; hubs have the same weights in other formats, too."""
-_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
+_SNAPSHOT_COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def pin_location(location: str, key: str) -> str:
 
 def describe_version(path: Path) -> str:
     """What a node-local copy is a copy of: the commit of a hub's, else a hash of names, sizes and ETags."""
-    if match := _COMMIT.search(str(path)):
+    if match := _SNAPSHOT_COMMIT.search(str(path)):
         return match[1]
     return path.relative_to(cache_root() / "store").parts[0]
 

@@ -104,9 +104,8 @@ def rewrite_recipe(
     comments on keys. RecipeError as `load_recipe` raises it for overrides that do not fit."""
     old = parse_yaml(text, "")[0] or {}
     new = copy.deepcopy(old)
-    apply_overrides(
-        new, SourceLocations(), [*overrides, *(f"{key}={json.dumps(value)}" for key, value in new_values.items())]
-    )
+    changes = [f"{key}={json.dumps(value)}" for key, value in new_values.items()]
+    apply_overrides(new, SourceLocations(), [*overrides, *changes])
     lines = [*header, *(f"{key}: {comment}" for key, comment in comments.items())]
     title = "".join(f"{f'# {line}'.rstrip()}\n" for line in lines)
     with contextlib.suppress(RecipeError, YAMLError):  # such as a text with aliases, of which one place changed

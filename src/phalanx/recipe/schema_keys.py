@@ -97,12 +97,10 @@ def find_schema(key: KeyPath, model: ModelClass, kinds: Collection[object] = ())
 
 def child_keys(key: KeyPath, model: ModelClass, kinds: Collection[object] = ()) -> list[str]:
     """Names of the keys that may stand below `key`, a mapping of one of these kinds."""
-    variants = _choose_variants(find_schema(key, model, kinds) or {}, kinds)
-    return [
-        name
-        for variant in variants
-        for name in variant.get("properties", variant.get("propertyNames", {}).get("enum", ()))
-    ]
+    names: list[str] = []
+    for variant in _choose_variants(find_schema(key, model, kinds) or {}, kinds):
+        names += variant.get("properties", variant.get("propertyNames", {}).get("enum", ()))
+    return names
 
 
 def iterate_keys(model: ModelClass, key: KeyPath = ()) -> Iterator[KeyPath]:
@@ -132,8 +130,7 @@ def can_be_auto(name: str) -> bool:
 
 def describe_expected(schema: JsonSchema) -> str:
     """What a value must be, in words: `a whole number above 0 or auto`."""
-    words = list(dict.fromkeys(describe_variant(variant) for variant in iterate_variants(schema)))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    return join_alternatives(list(dict.fromkeys(map(describe_variant, iterate_variants(schema)))))
 
 
 def describe_variant(schema: JsonSchema) -> str:

@@ -65,9 +65,8 @@ def _describe_validation_error(
 def join_problems(problems: Sequence[str]) -> RecipeError:
     """One error of several problems, one line each."""
     num_hidden = len(problems) - MAX_SHOWN_PROBLEMS
-    return RecipeError(
-        "\n".join([*problems[:MAX_SHOWN_PROBLEMS], *([f"... and {num_hidden} more"] if num_hidden > 0 else [])])
-    )
+    more = [f"... and {num_hidden} more"] if num_hidden > 0 else []
+    return RecipeError("\n".join([*problems[:MAX_SHOWN_PROBLEMS], *more]))
 
 
 def suggest_nearest(name: str, known: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.errors import UsageError
 from phalanx.storage.errors import StoreUnavailable
@@ -61,11 +61,8 @@ def download_snapshot(url: StoreUrl, patterns: Sequence[str] = ()) -> Path:
     if where.path and not patterns:
         allowed = [where.path, f"{where.path}/*"]
     try:
-        root = Path(
-            snapshot_download(
-                where.repository, repo_type=where.kind, revision=where.revision, allow_patterns=allowed or None
-            )
-        )
+        options: Any = {"repo_type": where.kind, "revision": where.revision, "allow_patterns": allowed or None}
+        root = Path(snapshot_download(where.repository, **options))
     except errors.GatedRepoError:
         raise UsageError(
             f"{url}: access is gated; accept its terms on the hub, and set HF_TOKEN to a token that may read it"

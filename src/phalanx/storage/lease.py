@@ -95,9 +95,9 @@ class Lease:
             if is_renewed and holder is not None and self._is_led_by_another_node(holder):
                 raise LeaseLostError(f"{self._url}: another node leads this run ({holder}); start again to join it")
             if deadline is None:
-                deadline = Deadline(
-                    f"{self._url}: the lease of {holder}", max(timeout_s, 2 * LEASE_S), self._report, self._clock
-                )
+                what = f"{self._url}: the lease of {holder}"
+                limit_s = max(timeout_s, 2 * LEASE_S)
+                deadline = Deadline(what, limit_s, self._report, self._clock)
                 deadline.announce()
             if deadline.check_expired() or (is_renewed and deadline.waited_s >= timeout_s):
                 raise UsageError(

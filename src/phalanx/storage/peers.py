@@ -17,14 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from phalanx.run.authentication import (
-    HandshakeServer,
-    accept_authenticated,
-    open_authenticated,
-    open_listener,
-    receive_exactly,
-    receive_into,
-)
+from phalanx.run import authentication
 from phalanx.storage.errors import NotFound
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 
@@ -35,7 +28,7 @@ ANSWER_TIMEOUT_S = 120.0
 OPEN_TIMEOUT_S = 60.0
 """Seconds within which all nodes open the same datasets, and for which an answer waits for a file of a stream."""
 _POLL_S = 0.1
-_PURPOSE = b"O"
+_HANDSHAKE_PURPOSE = b"O"
 _REQUEST_STRUCT, _ANSWER_STRUCT = struct.Struct("!H"), struct.Struct("!Q")
 _COPY_BYTES = 1 << 20
 
@@ -50,13 +43,13 @@ class ObjectPeers:
         self._has_directory = threading.Condition()
         self._addresses: list[tuple[str, int]] = []
         self._own_number = 0
-        self._server: HandshakeServer[socket.socket] | None = None
+        self._server: authentication.HandshakeServer[socket.socket] | None = None
 
     def listen(self, host: str) -> tuple[str, int]:
         """Serve the objects of this node at an address of it. Returns host and port."""
-        listener = open_listener(host, 0)
+        listener = authentication.open_listener(host, 0)
         address: tuple[str, int] = listener.getsockname()[:2]
-        self._server = HandshakeServer(listener, self._authenticate, self._serve)
+        self._server = authentication.HandshakeServer(listener, self._authenticate, self._serve)
         return address
 
     def connect(self, addresses: Sequence[tuple[str, int]], own_number: int) -> None:
@@ -84,15 +77,15 @@ class ObjectPeers:
         """Copy the object at a URL, or STREAM/FILE, from another node. Returns False if it could not give it."""
         text = name.encode()
         try:
-            sock, *_ = open_authenticated(self._addresses[owner], self._secret, _PURPOSE)
+            sock, *_ = authentication.open_authenticated(self._addresses[owner], self._secret, _HANDSHAKE_PURPOSE)
             with sock, open(target, "wb") as file:
                 sock.settimeout(ANSWER_TIMEOUT_S)
                 sock.sendall(_REQUEST_STRUCT.pack(len(text)) + text)
-                remaining: int = _ANSWER_STRUCT.unpack(receive_exactly(sock, _ANSWER_STRUCT.size))[0]
+                remaining: int = _ANSWER_STRUCT.unpack(authentication.receive_exactly(sock, _ANSWER_STRUCT.size))[0]
                 was_found, block = remaining > 0, memoryview(bytearray(_COPY_BYTES))
                 while remaining:
                     part = block[: min(remaining, _COPY_BYTES)]
-                    receive_into(sock, part)
+                    authentication.receive_into(sock, part)
                     file.write(part)
                     remaining -= len(part)
                 return was_found
@@ -101,14 +94,14 @@ class ObjectPeers:
             return False
 
     def _authenticate(self, sock: socket.socket, deadline: float) -> socket.socket:
-        accept_authenticated(sock, self._secret, (_PURPOSE,), deadline - time.monotonic())
+        authentication.accept_authenticated(sock, self._secret, (_HANDSHAKE_PURPOSE,), deadline - time.monotonic())
         sock.settimeout(ANSWER_TIMEOUT_S)
         return sock
 
     def _serve(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):  # the peer reads the store
-            (length,) = _REQUEST_STRUCT.unpack(receive_exactly(sock, _REQUEST_STRUCT.size))
-            name = receive_exactly(sock, length).decode()
+            (length,) = _REQUEST_STRUCT.unpack(authentication.receive_exactly(sock, _REQUEST_STRUCT.size))
+            name = authentication.receive_exactly(sock, length).decode()
             try:
                 path = self._find(name)
             except Exception as error:  # noqa: BLE001 - the peer meets it at the store, and reports it

@@ -1,10 +1,11 @@
-"""One bucket: reads, writes and lists of its objects, with retries that are counted.
+"""One bucket: reads, writes and lists of its objects, with retries that are counted; and objects as seekable files.
 
 obstore's clients are safe between threads but not across fork, so each process makes its own.
 """
 
 import configparser
 import contextlib
+import io
 import logging
 import os
 import random
@@ -13,23 +14,24 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from phalanx.errors import DataError, UsageError
 from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, is_expired, refuse
-from phalanx.storage.url import StoreUrl, parse_url
+from phalanx.storage.url import StoreUrl, is_url, parse_url
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+
 logger = logging.getLogger(__name__)
 
-PROBE = ".probe-"
+PROBE_PREFIX = ".probe-"
 """How the name of an object begins that `check_writable` writes."""
 RANGE_BYTES = 8 << 20
 """Bytes of one request of a large read or upload."""
@@ -226,7 +228,7 @@ def check_writable(url: StoreUrl) -> None:
     """Raise UsageError where no objects can be written below `url`: write a small one and remove it."""
     if url.scheme in ("hf", "http", "https"):
         raise UsageError(f"{url}: nothing can be written there; expected an s3://, gs:// or az:// URL")
-    store, probe = open_store(url), f"{PROBE}{secrets.token_hex(8)}"
+    store, probe = open_store(url), f"{PROBE_PREFIX}{secrets.token_hex(8)}"
     try:
         store.write((url / probe).key, b"")
         store.delete([(url / probe).key])
@@ -295,3 +297,61 @@ def write_at(fd: int, data: memoryview, start: int) -> None:
     while data:
         written = os.pwrite(fd, data, start)
         data, start = data[written:], start + written
+
+
+_RANGES_AHEAD = 2
+
+
+class _RangeReader(io.RawIOBase):
+    """The bytes of one object. Ranges are requested ahead of a reader that goes forward; host memory: four ranges."""
+
+    def __init__(self, store: Store, info: ObjectInfo):
+        self.name = str(store.url / info.key)
+        self._store, self._info, self._position = store, info, 0
+        self._pool = ThreadPoolExecutor(_RANGES_AHEAD, thread_name_prefix="store-reader")
+        self._ranges: dict[int, Future[memoryview]] = {}
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.size}[whence]
+        self._position = max(start + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
+        if self._position >= self._info.size:
+            return 0
+        number, offset = divmod(self._position, RANGE_BYTES)
+        goes_forward = number in self._ranges or number - 1 in self._ranges
+        wanted = range(number, number + 1 + (_RANGES_AHEAD if goes_forward else 0))
+        for each in wanted:
+            if each not in self._ranges and each * RANGE_BYTES < self._info.size:
+                self._ranges[each] = self._pool.submit(self._fetch, each)
+        for each in [each for each in self._ranges if each not in wanted]:
+            self._ranges.pop(each).cancel()
+        data = self._ranges[number].result()[offset : offset + len(buffer)]
+        memoryview(buffer)[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._ranges.clear()
+        super().close()
+
+    def _fetch(self, number: int) -> memoryview:
+        start = number * RANGE_BYTES
+        return self._store.read_range(self._info.key, start, min(start + RANGE_BYTES, self._info.size), self._info.etag)
+
+
+def open_location(location: str) -> BinaryIO:
+    """A file, or the object of a URL, for reading. A read raises ObjectChanged if the object is another by then."""
+    if not is_url(location):
+        return open(location, "rb")
+    store = open_store(location)
+    return io.BufferedReader(_RangeReader(store, store.head(parse_url(location).key)), 1 << 20)

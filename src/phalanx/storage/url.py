@@ -7,16 +7,16 @@ from urllib.parse import urlsplit
 
 from phalanx.errors import UsageError
 
-SCHEMES = ("s3", "gs", "az", "https", "http", "hf", "file")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-WILDCARD = re.compile(r"[*?\[]")
-_SIGNATURE = re.compile(r"[?&](X-Amz-|X-Goog-|sig=|AWSAccessKeyId=)", re.IGNORECASE)
-_EXAMPLES = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH or hf://OWNER/NAME"
+STORE_SCHEMES = ("s3", "gs", "az", "https", "http", "hf", "file")
+_URL_REGEX = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+WILDCARD_REGEX = re.compile(r"[*?\[]")
+_SIGNED_QUERY = re.compile(r"[?&](X-Amz-|X-Goog-|sig=|AWSAccessKeyId=)", re.IGNORECASE)
+_EXAMPLE_URLS = "s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH or hf://OWNER/NAME"
 
 
 def is_url(location: object) -> bool:
     """Whether a location is a URL and no path: `SCHEME://...`."""
-    return isinstance(location, str) and _URL.match(location) is not None
+    return isinstance(location, str) and _URL_REGEX.match(location) is not None
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class StoreUrl:
 def parse_url(text: str) -> StoreUrl:
     """Parse a URL. Raises UsageError for another scheme, no bucket, a key that no store can have, and for credentials
     in the URL, which would get into recipes and logs."""
-    match = _URL.fullmatch(text)
+    match = _URL_REGEX.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text}: not a URL; expected {_EXAMPLES}")
+        raise UsageError(f"{text}: not a URL; expected {_EXAMPLE_URLS}")
     scheme, rest = match[1].lower(), match[2]
-    if ("@" in rest.partition("/")[0] and scheme != "hf") or _SIGNATURE.search(text):
+    if ("@" in rest.partition("/")[0] and scheme != "hf") or _SIGNED_QUERY.search(text):
         shown = f"{scheme}://{rest.partition('@')[2] if '@' in rest else rest.partition('?')[0]}"
         raise UsageError(
             f"{shown}: the URL holds credentials; remove them, and set them in the environment or a profile, "
             "such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    if scheme not in SCHEMES:
-        raise UsageError(f"{text}: no store is known for {scheme}://; expected {_EXAMPLES}")
+    if scheme not in STORE_SCHEMES:
+        raise UsageError(f"{text}: no store is known for {scheme}://; expected {_EXAMPLE_URLS}")
     bucket, _, key = rest.partition("/")
     if not bucket and scheme != "file":
-        raise UsageError(f"{text}: names no bucket; expected {_EXAMPLES}")
+        raise UsageError(f"{text}: names no bucket; expected {_EXAMPLE_URLS}")
     if scheme in ("http", "https"):
         parts = urlsplit(text)
         if parts.query or parts.fragment:
@@ -82,4 +82,4 @@ def parse_url(text: str) -> StoreUrl:
 
 def fixed_prefix(glob: str) -> str:
     """The part of a glob before the first name with a wildcard."""
-    return "/".join(takewhile(lambda name: not WILDCARD.search(name), glob.split("/")))
+    return "/".join(takewhile(lambda name: not WILDCARD_REGEX.search(name), glob.split("/")))

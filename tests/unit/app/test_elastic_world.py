@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.app.elastic_world import ElasticWorld, restore_full_division
 from phalanx.app.nodes import open_node_group
+from phalanx.app.resume import ElasticWorld, restore_full_division
 from phalanx.errors import RecipeError
 from phalanx.jobs.agent.node_agent import LEADER_TIMEOUT_S
 from phalanx.recipe import Recipe, ResolvedRecipe, load_resolved_recipe

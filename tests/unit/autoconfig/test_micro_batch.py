@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.autoconfig.memory_choice import choose_memory
-from phalanx.autoconfig.micro_batch import (
+from phalanx.autoconfig.memory_choice import (
     MemoryProfile,
     WorkerMemory,
     activation_bytes,
+    choose_memory,
     loss_modes_to_try,
     micro_batch_candidates,
     next_smaller_micro_size,

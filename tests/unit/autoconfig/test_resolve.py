@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.autoconfig import resolve
+from phalanx.autoconfig import trial_names
 from phalanx.autoconfig.choices import AutoChoice
-from phalanx.autoconfig.micro_batch import MemoryProfile, WorkerMemory
+from phalanx.autoconfig.memory_choice import MemoryProfile, WorkerMemory
 from phalanx.autoconfig.resolve import (
     SubprocessCall,
     TrialTimes,
@@ -187,7 +187,7 @@ def test_a_model_has_the_fewest_threads_that_are_as_fast(seconds: dict[int, floa
 
 def test_a_trial_that_others_disturbed_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(resolve, "MAX_OTHER_LOAD", MAX_OTHER_LOAD)
+    monkeypatch.setattr(trial_names, "MAX_OTHER_LOAD", MAX_OTHER_LOAD)
     loads = iter([1.5, 0.0])
     call = cache_trials(
         lambda function, payload: {"fp32": 1.0, OTHER_LOAD_KEY: next(loads)}, discover_machine(), "code", TrialTimes()

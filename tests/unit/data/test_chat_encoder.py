@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat import ChatEncoder, ChatPlan
 from phalanx.data.chat_template import ChatTemplate, TemplateRenderer, load_chat_template
 from phalanx.data.inspection import show_marked_tokens
 from phalanx.data.manifest import LOSS_BIT, REJECTED_BIT, SEQUENCE_BIT, TOKEN_MASK
+from phalanx.data.rows import BadRowError
 from phalanx.data.tokenizers import HuggingFaceTokenizer
 from phalanx.errors import RecipeError
 from phalanx.recipe.data_schema import ChatConfig

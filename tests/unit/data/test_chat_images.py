@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from phalanx.data import inspect_dataset, open_data, prepare_source
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.chat import ChatEncoder, ChatPlan
 from phalanx.data.chat_images import ImageProcessor, pack_files, read_processor_files, unpack_files
 from phalanx.data.chat_template import load_chat_template
 from phalanx.data.manifest import LOSS_BIT, TOKEN_MASK
+from phalanx.data.rows import BadRowError
 from phalanx.data.tokenizers import HuggingFaceTokenizer
 from phalanx.errors import DataError, RecipeError
 from phalanx.recipe import Recipe

@@ -9,8 +9,8 @@ import pytest
 
 from chat_inputs import write_chat_inputs
 from phalanx.data import open_data
-from phalanx.data.bad_rows import BadRowError
 from phalanx.data.prepare import prepare_source
+from phalanx.data.rows import BadRowError
 from phalanx.data.text_records import encode_texts, margin_to_number, numbers_to_margins
 from phalanx.data.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from phalanx.errors import DataError, RecipeError

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from made_events import made
 from make_run import Maker, healthy, troubled
-from phalanx.observe.event_messages import describe_hang, describe_straggler
 from phalanx.observe.progress import (
     LogProgressDisplay,
     RunFacts,
     RunProgress,
     TerminalProgressDisplay,
+    describe_hang,
+    describe_straggler,
     make_console,
     make_display,
     read_run_facts,

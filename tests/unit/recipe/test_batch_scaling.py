@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.errors import RecipeError
 from phalanx.recipe import Recipe, check_recipe, load_recipe, scale_batch_with_workers
-from phalanx.recipe.batch_scaling import describe_batch_scaling, describe_kept_batch
+from phalanx.recipe.work_division import describe_batch_scaling, describe_kept_batch
 
 PER_WORKER = ("batch.global_size=64", "batch.scale_with_workers=true")
 

@@ -12,8 +12,15 @@ import pytest
 
 from phalanx.errors import DataError, UsageError, is_storage_error
 from phalanx.storage.errors import NotFound, ObjectChanged, ObjectExists, StoreUnavailable, describe, refuse
-from phalanx.storage.reader import open_location
-from phalanx.storage.store import FIRST_CONTACT_S, RANGE_BYTES, Store, check_writable, make_client, open_store
+from phalanx.storage.store import (
+    FIRST_CONTACT_S,
+    RANGE_BYTES,
+    Store,
+    check_writable,
+    make_client,
+    open_location,
+    open_store,
+)
 from phalanx.storage.url import StoreUrl, parse_url
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]

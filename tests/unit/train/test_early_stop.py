@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import RecipeError
-from phalanx.observe.event_messages import describe_event
+from phalanx.observe.progress import describe_event
 from phalanx.run.event_types import EvaluationDone, RunEnded
 from phalanx.train.train_state import TrainState
 from phalanx.train.trainer import Trainer

@@ -14,7 +14,7 @@ from typing import Any, Self
 from phalanx.formatting import BYTES_PER_GIB, BYTES_PER_MIB
 from phalanx.recipe.locations import StorageLocation
 from phalanx.run.cache import cache_root
-from phalanx.storage.store import PROBE
+from phalanx.storage.store import PROBE_PREFIX
 
 FindingValue = float | int | str | bool | None
 
@@ -72,7 +72,8 @@ class CheckContext:
     uid: int = field(default_factory=os.getuid)
     expected_devices: int | None = None
     locations: tuple[StorageLocation, ...] = ()
-    probe_name: str = field(default_factory=lambda: f"{PROBE}{secrets.token_hex(8)}")
+    """What a recipe names."""
+    probe_name: str = field(default_factory=lambda: f"{PROBE_PREFIX}{secrets.token_hex(8)}")
     """How the names of files and objects begin that are written there."""
 
     def as_json(self) -> dict[str, Any]:

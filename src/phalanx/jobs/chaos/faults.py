@@ -19,7 +19,7 @@ import psutil
 from phalanx.jobs.chaos.fault_plan import FAULT_KINDS, Fault, FaultPhase, FaultTrigger
 from phalanx.jobs.chaos.launcher import CHAOS_TAG_VARIABLE, RunMonitor, TypicalDurations
 from phalanx.run.boot_clock import unix_now
-from phalanx.storage.stored_checkpoints import CHECKPOINT_NAME_PATTERN
+from phalanx.storage.run_objects import CHECKPOINT_NAME_PATTERN
 
 POLL_INTERVAL_S, FINE_POLL_INTERVAL_S = 0.005, 0.0005
 """Seconds between polls; the finer one waits for a save, which may take only milliseconds."""

@@ -5,22 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from phalanx import formatting
-from phalanx.observe.event_messages import ALERT_EVENTS, describe_event
+from phalanx.observe import text_report
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
-from phalanx.observe.html_report.chart import Chart, render_chart
-from phalanx.observe.html_report.document import render_document
+from phalanx.observe.html_report.page import Chart, render_chart, render_document
 from phalanx.observe.html_report.run_charts import build_run_charts
+from phalanx.observe.progress import ALERT_EVENTS, describe_event
 from phalanx.observe.recommendations import Recommendation
 from phalanx.observe.summary import RunSummary
-from phalanx.observe.text_report import (
-    COMPONENT_LABELS,
-    describe_outcome,
-    duration_rows,
-    loss_rows,
-    run_info_rows,
-    safety_rows,
-    speed_rows,
-)
 
 _MAX_SHOWN_EVENTS = 200
 
@@ -37,14 +28,16 @@ def render_sections(
 ) -> dict[str, str]:
     """The parts of the page by the id of their element, all but the charts."""
     run_info = summary.run_info
+    speed = [*text_report.loss_rows(summary), *text_report.speed_rows(summary)]
+    safety = [*text_report.duration_rows(summary), *text_report.safety_rows(summary)]
     return {
         "outcome": _render_outcome(summary),
         "step-time": _render_breakdown(summary),
         "recommendations": _render_recommendations(recommendations, summary),
-        "what-ran": f"<h2>What ran</h2>{render_table(run_info_rows(run_info))}",
+        "what-ran": f"<h2>What ran</h2>{render_table(text_report.run_info_rows(run_info))}",
         "numbers": f"""<div class="tables">
-<section><h2>Loss and speed</h2>{render_table([*loss_rows(summary), *speed_rows(summary)])}</section>
-<section><h2>Duration and safety</h2>{render_table([*duration_rows(summary), *safety_rows(summary)])}</section>
+<section><h2>Loss and speed</h2>{render_table(speed)}</section>
+<section><h2>Duration and safety</h2>{render_table(safety)}</section>
 </div>""",
         "events": _render_events(history),
     }
@@ -66,7 +59,7 @@ def render_charts(charts: Sequence[Chart]) -> str:
 def _render_outcome(summary: RunSummary) -> str:
     status = re.sub(r"[^a-z]+", "-", summary.status)
     started_text = f" · started {formatting.format_timestamp(summary.started_at)}" if summary.started_at else ""
-    outcome = describe_outcome(summary).partition(": ")[2] or describe_outcome(summary)
+    outcome = text_report.describe_outcome(summary).partition(": ")[2] or text_report.describe_outcome(summary)
     return f"""<header><h1>{escape(summary.run_info.name)}</h1><span class="status {escape(status)}">{
         escape(summary.status)
     }</span></header>
@@ -80,14 +73,12 @@ def _render_tiles(summary: RunSummary) -> str:
     peak = "measured peak" if speed.mfu_measured is not None or mfu is None else "data-sheet peak"
     best_at = "" if loss.validation_best_step is None else f", at step {loss.validation_best_step}"
     wall_s = durations.wall_s or None
+    step = formatting.format_duration(speed.step_median_s)
     productive = f", {formatting.format_percent(durations.productive_s / wall_s)} productive" if wall_s else ""
     tiles = (
         (formatting.format_loss(end), f"training loss, from {formatting.format_loss(loss.first)}"),
         (formatting.format_loss(loss.validation_best), f"best validation loss{best_at}"),
-        (
-            formatting.format_rate(speed.median_per_s, speed.unit),
-            f"a step takes {formatting.format_duration(speed.step_median_s)}",
-        ),
+        (formatting.format_rate(speed.median_per_s, speed.unit), f"a step takes {step}"),
         (formatting.format_percent(mfu), f"MFU ({peak})"),
         (formatting.format_duration(wall_s), f"wall time{productive}"),
     )
@@ -107,7 +98,7 @@ def _render_breakdown(summary: RunSummary) -> str:
     for part in STEP_COMPONENTS:
         if split[part] <= 0:
             continue
-        name, share = COMPONENT_LABELS.get(part, part), formatting.format_percent(shares[part])
+        name, share = text_report.COMPONENT_LABELS.get(part, part), formatting.format_percent(shares[part])
         time = formatting.format_duration(split[part])
         bar_html.append(f'<span class="p-{part}" data-share="{shares[part]:.5f}" title="{name} {share}"></span>')
         keys.append(f'<div><i class="p-{part}"></i>{name}<b>{share} <small>{time}</small></b></div>')
@@ -155,19 +146,15 @@ def render_table(rows_: Iterable[tuple[str, str]]) -> str:
 
 
 def _render_events(history: RunHistory) -> str:
-    rows = [
-        (attempt.started_at, attempt.start_step, f"attempt {attempt.number} with {workers}")
-        for attempt in history.attempts
-        for workers in [formatting.format_plural(attempt.world_size, "worker")]
-    ]
-    rows += [
-        (event.time, int(getattr(event, "step", after)), describe_event(event, 0, after, 0))
-        for after, event in history.others
-        if isinstance(event, ALERT_EVENTS)
-    ]
-    rows += [
-        (last.last_event_at, history.last_step, last.end_status) for last in history.attempts[-1:] if last.end_status
-    ]
+    rows = []
+    for attempt in history.attempts:
+        workers = formatting.format_plural(attempt.world_size, "worker")
+        rows.append((attempt.started_at, attempt.start_step, f"attempt {attempt.number} with {workers}"))
+    for after, event in history.others:
+        if isinstance(event, ALERT_EVENTS):
+            rows.append((event.time, int(getattr(event, "step", after)), describe_event(event, 0, after, 0)))
+    if history.attempts and (status := history.attempts[-1].end_status):
+        rows.append((history.attempts[-1].last_event_at, history.last_step, status))
     if not rows:
         return ""
     zero = history.first_event_at or 0.0
@@ -176,8 +163,7 @@ def _render_events(history: RunHistory) -> str:
         f'<td class="when">step {step}</td><td>{escape(text)}</td></tr>'
         for time, step, text in sorted(rows)[:_MAX_SHOWN_EVENTS]
     ]
-    more = len(rows) - _MAX_SHOWN_EVENTS
-    rest = (
-        f'<p class="note">and {formatting.format_plural(more, "event")} more, see events.jsonl</p>' if more > 0 else ""
-    )
+    rest = ""
+    if (more := len(rows) - _MAX_SHOWN_EVENTS) > 0:
+        rest = f'<p class="note">and {formatting.format_plural(more, "event")} more, see events.jsonl</p>'
     return f"<h2>Events</h2><table>{''.join(cells)}</table>{rest}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, Floats, RunHistory, as_float
-from phalanx.observe.html_report.chart import Chart, ChartMark, ChartSeries, linear_range, log_range, needs_log_scale
+from phalanx.observe.html_report.page import Chart, ChartMark, ChartSeries, linear_range, log_range, needs_log_scale
 from phalanx.observe.metrics import breakdown_over_time, smooth_series
 from phalanx.observe.summary import RunSummary
 from phalanx.observe.text_report import COMPONENT_LABELS
@@ -47,9 +47,8 @@ class _RunCharts:
             lr = ChartSeries("learning rate", steps.step, steps.lr, "train")
             yield Chart("Learning rate", [lr], self.x_range, linear_range([steps.lr], from_zero=True), restarts)
         if np.isfinite(steps.grad_norm).any():
-            yield self.values_from_zero(
-                "Gradient norm", steps.grad_norm, [*restarts, *nonfinite], log=needs_log_scale(steps.grad_norm)
-            )
+            log = needs_log_scale(steps.grad_norm)
+            yield self.values_from_zero("Gradient norm", steps.grad_norm, [*restarts, *nonfinite], log=log)
         with np.errstate(divide="ignore", invalid="ignore"):
             speed = np.where(steps.step_s > 0, steps.tokens / steps.step_s, np.nan)
         if np.isfinite(speed).any():

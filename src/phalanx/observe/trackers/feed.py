@@ -2,34 +2,46 @@
 
 A step is final when it is covered by the newest durable checkpoint, or when the run has ended as `done` or `failed`. A
 later step may be done again after a restart.
+
+`python -m phalanx.observe.trackers.feed RUN NAME PARENT` does so while a run trains. It ends when standard input is
+closed, after what is left was sent. Each line that it writes to standard output is a message for the user; everything
+that the tracker's library prints goes to standard error.
 """
 
 import contextlib
 import math
 import os
 import re
+import select
+import signal
+import sys
+import traceback
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
 
 from phalanx.errors import DataError, UsageError
+from phalanx.formatting import format_plural
 from phalanx.observe.history import STEP_COMPONENTS, as_float
 from phalanx.observe.progress import RunFacts, read_run_facts
 from phalanx.observe.run_info import read_resolved_recipe
-from phalanx.observe.trackers.tracker import TASK_PREFIX, MetricRow, TrackedRun, Tracker, make_own_folder
-from phalanx.run import EventTail, Run
-from phalanx.run.directory import write_json
-from phalanx.run.event_types import (
-    AttemptStarted,
-    CheckpointSaved,
-    EvaluationDone,
-    Event,
-    RunEnded,
-    StepDone,
-    TasksEvaluated,
-    WorkerFailure,
+from phalanx.observe.trackers.tracker import (
+    TASK_PREFIX,
+    MetricRow,
+    TrackedRun,
+    Tracker,
+    describe_error,
+    make_own_folder,
+    make_tracker,
+    set_library_defaults,
 )
+from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
+from phalanx.run import EventTail, Run, event_types
+from phalanx.run.directory import write_json
 from phalanx.run.lock import LocksUnsupportedError, acquire_lock
+from phalanx.std_streams import word_of
 
 NO_STEP = -1
 """Before any step: evaluations before training are of step 0."""
@@ -55,25 +67,25 @@ class StepRows:
         self.can_take_back = False
         """Whether steps that were sent and are done again are sent again."""
 
-    def add_event(self, event: Event) -> int | None:
+    def add_event(self, event: event_types.Event) -> int | None:
         """Count an event in. Returns the last step that is kept, if later ones are going to be done again."""
         kept_step = None
-        if isinstance(event, AttemptStarted):
+        if isinstance(event, event_types.AttemptStarted):
             kept_step = self._start_attempt(event)
-        elif isinstance(event, StepDone):
+        elif isinstance(event, event_types.StepDone):
             kept_step = self._drop_rows_after(event.step - 1)
             self._add_row(event.step, event.time, self._step_metrics(event))
             self.newest_step, self.status = event.step, None
-        elif isinstance(event, EvaluationDone):
+        elif isinstance(event, event_types.EvaluationDone):
             self._add_evaluation(event)
-        elif isinstance(event, TasksEvaluated):
+        elif isinstance(event, event_types.TasksEvaluated):
             self._add_scores(event)
-        elif isinstance(event, CheckpointSaved):
+        elif isinstance(event, event_types.CheckpointSaved):
             self.durable_step = max(self.durable_step, event.step)
-        elif isinstance(event, WorkerFailure):
+        elif isinstance(event, event_types.WorkerFailure):
             self.num_faults += 1
             self.last_fault = event.message
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, event_types.RunEnded):
             self.status = event.status
         return kept_step
 
@@ -112,7 +124,7 @@ class StepRows:
         tags = {"status": self.status or "running", "restarts": str(self.num_restarts), "faults": str(self.num_faults)}
         return {**tags, "last_fault": self.last_fault} if self.last_fault else tags
 
-    def _start_attempt(self, event: AttemptStarted) -> int | None:
+    def _start_attempt(self, event: event_types.AttemptStarted) -> int | None:
         self._world_size, self.status = event.world_size, None
         if event.attempt:
             self.num_restarts += 1
@@ -130,7 +142,7 @@ class StepRows:
             self.sent_step = min(self.sent_step, kept_step)
         return kept_step
 
-    def _add_evaluation(self, event: EvaluationDone) -> None:
+    def _add_evaluation(self, event: event_types.EvaluationDone) -> None:
         """Add an evaluation. A restart may repeat one that was sent: it has the same result."""
         if event.step <= self._evaluated_step and event.step not in self._rows:
             return
@@ -140,7 +152,7 @@ class StepRows:
         metrics = {f"val/{name}": math.nan if value is None else value for name, value in scores.items()}
         self._add_row(event.step, event.time, metrics)
 
-    def _add_scores(self, event: TasksEvaluated) -> None:
+    def _add_scores(self, event: event_types.TasksEvaluated) -> None:
         """Add the scores of tasks, which come when training is steps ahead."""
         metrics = {
             f"{TASK_PREFIX}{NOT_IN_NAMES.sub('', name)}": as_float(value) for name, value in event.metrics.items()
@@ -156,7 +168,7 @@ class StepRows:
         row = self._rows.get(step)
         self._rows[step] = replace(row, metrics=row.metrics | metrics) if row else MetricRow(step, time, metrics)
 
-    def _step_metrics(self, event: StepDone) -> dict[str, float]:
+    def _step_metrics(self, event: event_types.StepDone) -> dict[str, float]:
         metrics = {"train/loss": math.nan if event.loss is None else event.loss, "train/lr": event.lr}
         if event.grad_norm is not None:
             metrics["train/grad_norm"] = event.grad_norm
@@ -242,7 +254,7 @@ class TrackerFeed:
         self._write_state(replace(state, remote_id=self._tracker.remote_id))
         self._is_open = True
 
-    def _add_event(self, event: Event) -> None:
+    def _add_event(self, event: event_types.Event) -> None:
         self._num_events += 1
         is_new = self._num_events > self.state.num_events  # else an earlier process has sent its effects
         self.rows.can_take_back = is_new and self._tracker.supersedes
@@ -294,11 +306,8 @@ def lock_feed(run: Run, name: str, timeout_s: float = 0.0) -> Iterator[None]:
     """Exclude other processes that send this run to this tracker. UsageError where there is one after `timeout_s`. On a
     file system without locks none is excluded."""
     try:
-        fd = os.open(
-            make_own_folder(run.trackers) / f"{name}.lock",
-            os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o644,
-        )
+        path = make_own_folder(run.trackers) / f"{name}.lock"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DataError(f"{run.trackers}: cannot be written: {error.strerror}") from None
     try:
@@ -311,3 +320,80 @@ def lock_feed(run: Run, name: str, timeout_s: float = 0.0) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+POLL_INTERVAL_S = 1.0
+MAX_RETRY_INTERVAL_S = 60.0
+LOCK_TIMEOUT_S = 30.0
+"""Seconds that the process of an agent that was killed may take to end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+INCOMPLETE_EXIT_CODE = 3
+"""Exit code of a process that could not send everything and has said why. Python's own for an exception is 1."""
+
+
+class FeedLoop:
+    """Sends what is new again and again, and reports what fails once until it works again."""
+
+    def __init__(self, run: Run, name: str, messages: TextIO):
+        self._run, self._name, self._messages = run, name, messages
+        self._feed = TrackerFeed(run, name, make_tracker(name))
+        self._has_failed = False
+        self.interval_s = POLL_INTERVAL_S
+        """Seconds until the next try."""
+
+    def send(self) -> bool:
+        """Send what is new; return whether that worked."""
+        try:
+            self._feed.send_new()
+        except Exception as error:  # noqa: BLE001 - libraries of trackers raise anything; training continues without it
+            traceback.print_exc()
+            if not self._has_failed:
+                self._report(f"cannot send, training continues without it: {describe_error(error)}")
+            self._has_failed, self.interval_s = True, min(2 * self.interval_s, MAX_RETRY_INTERVAL_S)
+            return False
+        if self._has_failed:
+            self._report("works again")
+        self._has_failed, self.interval_s = False, POLL_INTERVAL_S
+        return True
+
+    def finish(self) -> bool:
+        """Send the rest and close; report what is not sent."""
+        is_sent = self.send()
+        try:
+            self._feed.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            traceback.print_exc()
+            self._report(f"was not closed properly: {describe_error(error)}")
+            is_sent = False
+        if not is_sent:
+            resend = f"phalanx report --to {self._name} {word_of(self._run.path)}"
+            self._report(f"is not complete; send the rest with: {resend}")
+        elif held := self._feed.rows.num_held:
+            steps = format_plural(held, "step")
+            self._report(f"{steps} after the last checkpoint held back: the run repeats them when it resumes")
+        return is_sent
+
+    def _report(self, text: str) -> None:
+        print(f"{self._name}: {text}", file=self._messages, flush=True)
+
+
+def main(run_path: str, name: str, parent: int) -> int:
+    """Feed a tracker until standard input is closed."""
+    die_with_parent(parent)
+    for number in STOP_SIGNALS:  # a scheduler sends them to all processes of a job; the agent says when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    prefer_oom_kill()
+    os.nice(19)
+    set_library_defaults()
+    messages = open(os.dup(1), "w")  # noqa: SIM115 - lives as long as the process
+    os.dup2(2, 1)
+    run = Run(Path(run_path))
+    with lock_feed(run, name, LOCK_TIMEOUT_S):
+        loop = FeedLoop(run, name, messages)
+        while not select.select([sys.stdin], [], [], loop.interval_s)[0]:
+            loop.send()
+        return 0 if loop.finish() else INCOMPLETE_EXIT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))

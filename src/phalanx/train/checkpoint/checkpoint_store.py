@@ -1,7 +1,7 @@
 """Checkpoints below a URL: files as blocks that are named by their content, records, and the manifest, last.
 
 A block is written by one request, whole or not at all, and one that is there is not written again: state that does not
-change, such as a frozen base model, is stored once. `storage/stored_checkpoints.py` shows the names.
+change, such as a frozen base model, is stored once. `storage/run_objects.py` shows the names.
 
 Only one save of a run is in flight, and old checkpoints are removed inside its commit, when no rank writes blocks.
 A block is removed if no manifest that is kept names it and if it is older than the newest manifest: a copy that another
@@ -25,7 +25,7 @@ import xxhash
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.safe_files import read_bytes
 from phalanx.storage.errors import NotFound, StoreUnavailable
-from phalanx.storage.stored_checkpoints import BLOCK_BYTES, BLOCKS_NAME, StoredSteps, split_checkpoint_url
+from phalanx.storage.run_objects import BLOCK_BYTES, BLOCKS_NAME, StoredSteps, split_checkpoint_url
 from phalanx.storage.url import StoreUrl, parse_url
 from phalanx.train.checkpoint.format import (
     CHUNK_BYTES,

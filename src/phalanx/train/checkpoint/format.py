@@ -33,9 +33,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from phalanx.errors import DataError, is_storage_error
 from phalanx.recipe.schema import AdapterConfig
 from phalanx.safe_files import read_bytes
-from phalanx.storage.stored_checkpoints import CHECKPOINT_NAME_PATTERN
-from phalanx.storage.stored_checkpoints import MANIFEST_NAME as MANIFEST_NAME
-from phalanx.storage.stored_checkpoints import format_checkpoint_name as format_checkpoint_name
+from phalanx.storage.run_objects import CHECKPOINT_NAME_PATTERN
+from phalanx.storage.run_objects import MANIFEST_NAME as MANIFEST_NAME
+from phalanx.storage.run_objects import format_checkpoint_name as format_checkpoint_name
 from phalanx.storage.url import StoreUrl
 from phalanx.train.distributed.module_state import TORCH_DTYPES
 

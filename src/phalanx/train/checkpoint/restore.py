@@ -32,7 +32,7 @@ from phalanx.run.in_memory_checkpoint import (
     read_epochs,
     truncate_history,
 )
-from phalanx.storage.stored_checkpoints import StoredSteps
+from phalanx.storage.run_objects import StoredSteps
 from phalanx.storage.url import StoreUrl, is_url, parse_url
 from phalanx.train.checkpoint.format import (
     CheckpointManifest,

@@ -24,8 +24,8 @@ from phalanx.run import Run
 from phalanx.run.cache import cache_root
 from phalanx.storage.cache import localize, lock_download
 from phalanx.storage.errors import NotFound
+from phalanx.storage.run_objects import CHECKPOINTS_NAME
 from phalanx.storage.store import write_at
-from phalanx.storage.stored_checkpoints import CHECKPOINTS_NAME
 from phalanx.storage.url import StoreUrl
 from phalanx.train.checkpoint.checkpoint_store import (
     PARALLEL_BLOCKS,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fake_tracker import FakeHoldingTracker, FakeServer, GrowingRun
-from phalanx.observe.trackers import process
-from phalanx.observe.trackers.process import MAX_RETRY_INTERVAL_S, POLL_INTERVAL_S, FeedLoop
+from phalanx.observe.trackers import feed
+from phalanx.observe.trackers.feed import MAX_RETRY_INTERVAL_S, POLL_INTERVAL_S, FeedLoop
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def messages() -> io.StringIO:
 
 @pytest.fixture
 def loop(growing: GrowingRun, server: FakeServer, messages: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> FeedLoop:
-    monkeypatch.setattr(process, "make_tracker", lambda name: FakeHoldingTracker(server))
+    monkeypatch.setattr(feed, "make_tracker", lambda name: FakeHoldingTracker(server))
     return FeedLoop(growing.run, "mlflow", messages)
 
 

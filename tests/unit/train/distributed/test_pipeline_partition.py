@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
 from phalanx.models import transformer
-from phalanx.recipe.parallelism_checks import fitting
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import fitting
 from phalanx.train.distributed.mesh import Mesh
 from phalanx.train.distributed.parallel_model import ParallelModel
 from phalanx.train.distributed.pipeline.dataflow import ModelLossFn, trace_dataflow

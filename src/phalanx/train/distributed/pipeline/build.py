@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from phalanx.errors import RecipeError
-from phalanx.recipe.parallelism_checks import stages_of
 from phalanx.recipe.schema import Parallelism
+from phalanx.recipe.work_division import stages_of
 from phalanx.train.distributed.environment import DistEnv
 from phalanx.train.distributed.mesh import Mesh, make_stage_group
 from phalanx.train.distributed.module_state import EXTRA_STATE_PREFIX, find_extra_state_modules

@@ -1,9 +1,66 @@
-"""Check that workers can divide a recipe's model and batch as its parallelism says; what pipeline schedules ask."""
+"""How workers share a recipe's batch and model: the batch that grows with them, and what they cannot divide. Pure
+functions; the learning rate that follows is computed by `train/lr_schedule.py`.
 
+A batch that scales with the workers is fixed once, at the first start: a run that resumes with more workers keeps its
+batch and its learning rate, since both change the mathematics, and the order of the samples depends on the batch.
+"""
+
+import math
 from collections.abc import Iterator
 
-from phalanx.recipe.batch_scaling import list_divisors
+from phalanx.formatting import format_plural
 from phalanx.recipe.schema import RECORDS_OF_TASKS, Parallelism, Recipe
+
+
+def scale_batch_with_workers(recipe: Recipe, num_workers: int) -> Recipe:
+    """Return the recipe for a run that starts on `num_workers` workers: `batch.global_size` becomes the global batch of
+    the run, and `optimizer.lr_scaling`, if given, gets the batch size that `optimizer.lr` is meant for."""
+    batch, optimizer = recipe.batch, recipe.optimizer
+    if optimizer.lr_scaling is not None and optimizer.lr_scaling.base_batch_size is None and batch.scale_with_workers:
+        lr_scaling = optimizer.lr_scaling.model_copy(update={"base_batch_size": batch.global_size})
+        optimizer = optimizer.model_copy(update={"lr_scaling": lr_scaling})
+    if batch.scale_with_workers:
+        whole = {"global_size": batch.global_size * num_workers, "scale_with_workers": False}
+        batch = batch.model_copy(update=whole)
+    return recipe.model_copy(update={"batch": batch, "optimizer": optimizer})
+
+
+def describe_batch_scaling(original: Recipe, resolved: Recipe, peak_lr: float) -> list[str]:
+    """What a first start says of a batch and a learning rate that grew; `peak_lr` is the highest rate that the scaling
+    allows."""
+    notes, global_size, lr_scaling = [], resolved.batch.global_size, resolved.optimizer.lr_scaling
+    if original.batch.global_size != global_size:
+        own_size = original.batch.global_size
+        notes.append(f"batch.global_size {own_size} for each of {global_size // own_size} workers: {global_size}")
+    if lr_scaling is not None and peak_lr != original.optimizer.lr:
+        rises = peak_lr > original.optimizer.lr and lr_scaling.warmup_steps
+        when = f" at step {lr_scaling.warmup_steps}" if rises else ""
+        notes.append(
+            f"optimizer.lr_scaling: {lr_scaling.rule}: learning rate {original.optimizer.lr:.3g} for "
+            f"{lr_scaling.base_batch_size} samples, {peak_lr:.3g}{when} for {global_size}"
+        )
+        if when and lr_scaling.warmup_steps > resolved.steps:
+            notes.append(
+                f"optimizer.lr_scaling.warmup_steps: the run ends after {resolved.steps} of its "
+                f"{lr_scaling.warmup_steps} steps, before that"
+            )
+    return notes
+
+
+def describe_kept_batch(original: Recipe, resolved: Recipe, num_workers: int) -> list[str]:
+    """Return the notes for a run with `batch.scale_with_workers` that resumes with another number of workers."""
+    if not original.batch.scale_with_workers or original.batch.global_size * num_workers == resolved.batch.global_size:
+        return []
+    initial_workers = resolved.batch.global_size // original.batch.global_size
+    began = f"as the run began on {format_plural(initial_workers, 'worker')}"
+    return [f"batch.global_size stays {resolved.batch.global_size}, {began}: only another run can have another batch"]
+
+
+def list_divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
+
 
 WORLD_DIMENSIONS = ("replicate", "shard", "tensor", "pipeline", "context")
 """Dimensions of the parallelism; their product is the world size."""
@@ -62,11 +119,8 @@ def find_parallelism_problems(recipe: Recipe, parallelism: Parallelism, num_work
             yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}"
     for name in ("context", "pipeline"):
         if getattr(parallelism, name) > 1 and recipe.task_kind in ("preference", "distillation"):
-            why = (
-                "its losses are of whole sequences"
-                if recipe.task_kind == "preference"
-                else "the teacher is not divided"
-            )
+            whole, undivided = "its losses are of whole sequences", "the teacher is not divided"
+            why = whole if recipe.task_kind == "preference" else undivided
             yield f"parallelism.{name}", f"found {getattr(parallelism, name)}, expected 1 for {recipe.task_kind}: {why}"
     samples = recipe.task_kind == "grpo" or getattr(recipe.task, "on_policy", 0.0) > 0
     if samples and parallelism.world != parallelism.replicate:
@@ -122,14 +176,9 @@ def find_batch_problems(global_size: int, micro_size: int | str, num_groups: int
     elif isinstance(micro_size, int) and global_size % (micro_size * num_groups):
         samples_per_group = global_size // num_groups
         best = min(list_divisors(samples_per_group), key=lambda size: (abs(size - micro_size), size))
-        yield (
-            "batch.micro_size",
-            (
-                f"{micro_size} x {num_groups} {'worker' if num_groups == 1 else 'workers'} = "
-                f"{micro_size * num_groups} does not divide "
-                f"batch.global_size = {global_size}; the nearest micro-batch that does is {best}"
-            ),
-        )
+        problem = f"{micro_size} x {format_plural(num_groups, 'worker')} = {micro_size * num_groups} does not divide"
+        advice = f"the nearest micro-batch that does is {best}"
+        yield "batch.micro_size", f"{problem} batch.global_size = {global_size}; {advice}"
 
 
 def stages_of(layout: Parallelism) -> int:
