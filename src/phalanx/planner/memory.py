@@ -13,8 +13,8 @@ from typing import Literal
 from phalanx.cluster.spec import AcceleratorSpec
 from phalanx.formatting import BYTES_PER_GIB
 from phalanx.planner.activation_memory import LossMode, StageActivations, estimate_stage_activations
-from phalanx.planner.pipeline import PipelineOpKind, PipelineSchedule, StageSegments, rank_schedule, split_into_stages
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.pipeline import PipelineOpKind, StageSegments, rank_schedule, split_into_stages
+from phalanx.planner.scenario import PipelineSchedule, Scenario
 from phalanx.planner.state_memory import (
     NO_OPTIMIZER_STATE,
     OptimizerState,
