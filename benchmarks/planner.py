@@ -166,7 +166,7 @@ def vtrain_setup(row: dict[str, str], cluster: Any) -> Scenario:
         head_dim=value["hidden"] // value["heads"],
         ffn_hidden_size=4 * value["hidden"],
         gated=False,
-        vocab_size=50257,
+        vocab_size=51200,  # GPT-2's, padded as Megatron pads it
         seq_len=value["seq"],
         tie_embeddings=True,
     )

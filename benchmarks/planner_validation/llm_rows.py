@@ -17,6 +17,26 @@ MAX_CELL_VALUE, MAX_LAYERS = 100_000_000, 10_000
 """The largest number that a cell may hold, and the most layers: beyond any run, and what a slip of the pen gives."""
 
 
+VOCAB_BY_FAMILY = {
+    "bert": 30528,
+    "bloom": 250880,
+    "llama-?3": 128256,
+    "llama|mistral|mixtral": 32000,
+    "qwen": 151936,
+    "deepseek": 129280,
+    "gpt-?oss": 201088,
+    "opt": 50272,
+    "mpt": 50368,
+    "nemotron|palm": 256000,
+    "gpt|megatron|mt-nlg|turing": 51200,
+}
+"""Words of the vocabulary of a family of models, padded as its software pads them, by the first pattern in its name."""
+MASKED_FAMILY = "bert"
+PADDING_FREE_LEN, FILLED_SHARE_EXPONENT = 128, -0.38
+"""BERT's samples of 128 tokens are nearly full; of longer ones the share that is no padding falls with the length: by
+0.59 from 128 to 512 (Krell et al. 2021, arXiv 2107.02027, table 1, Wikipedia: 0.83 and 0.49)."""
+
+
 @dataclass(frozen=True)
 class DecoderShape:
     """A decoder as tables give it."""
@@ -64,6 +84,8 @@ class PublishedRun:
     network_gbps: float | None
     """Of one node, one way, where the note tells."""
     notes: Mapping[str, str] = field(default_factory=dict)
+    padding_share: float = 0.0
+    """Tokens of a sample that software leaves out because they are padding."""
 
 
 def parse_notes(row: Row) -> dict[str, str]:
@@ -112,7 +134,14 @@ def parse_run(row: Row) -> PublishedRun:
         step_s=measured_step_seconds(row, shape, devices, batch),
         network_gbps=_parse_network(note_values.get("net", "")),
         notes=note_values,
+        padding_share=_padding_share(row, shape),
     )
+
+
+def _padding_share(row: Row, shape: DecoderShape) -> float:
+    if MASKED_FAMILY not in row.get("model", "").lower():
+        return 0.0
+    return 1.0 - min(1.0, float((shape.seq_len / PADDING_FREE_LEN) ** FILLED_SHARE_EXPONENT))
 
 
 def _infer_micro_size(given: int | None, samples_per_group: int, pipeline: int) -> int | None:
@@ -135,7 +164,7 @@ def largest_divisor(number: int, most: int) -> int:
 def infer_shape(row: Row, note_values: Mapping[str, str]) -> DecoderShape:
     """The model's shape."""
     layers, width = _parse_int(row, "layers", most=MAX_LAYERS), _parse_int(row, "hidden")
-    sequence, vocab = _parse_int(row, "seq_len"), _parse_int(row, "vocab")
+    sequence, vocab = _parse_int(row, "seq_len"), _parse_int(row, "vocab", _family_vocab(row))
     heads = _parse_optional_int(row, "heads") or max(1, width // DEFAULT_HEAD_DIM)
     if heads > width:
         raise CannotPredict(f"heads = {heads} is more than hidden = {width}")
@@ -168,6 +197,12 @@ def infer_shape(row: Row, note_values: Mapping[str, str]) -> DecoderShape:
         dense_layers=moe.get("dense_layers", 0),
     )
     return _match_parameter_count(shape, _parse_number(row.get("params_B", "")))
+
+
+def _family_vocab(row: Row) -> int | None:
+    """The vocabulary of a row's family of models, None of one that is not known."""
+    model = row.get("model", "").lower()
+    return next((vocab for pattern, vocab in VOCAB_BY_FAMILY.items() if re.search(pattern, model)), None)
 
 
 def _parse_moe(text: str) -> dict[str, int]:

@@ -44,7 +44,7 @@ def scenario_of(run: PublishedRun, source: str) -> Scenario:
         expert=run.expert,
     )
     return Scenario(
-        profile=profile_of_shape(run.shape),
+        profile=profile_of_shape(_without_padding(run)),
         cluster=cluster,
         parallelism=parallelism,
         micro_size=run.micro_size or _default_micro_size(run),
@@ -128,6 +128,11 @@ def profile_of_shape(shape: DecoderShape) -> ModelProfile:
     *before, blocks, head = profile.segments
     repeated = replace(blocks, repeats=blocks.repeats + shape.layers - layers)
     return replace(profile, segments=(*before, repeated, head))
+
+
+def _without_padding(run: PublishedRun) -> DecoderShape:
+    """The shape with as many tokens as are no padding, in eights."""
+    return replace(run.shape, seq_len=max(8, round(run.shape.seq_len * (1 - run.padding_share) / 8) * 8))
 
 
 def _default_micro_size(run: PublishedRun) -> int:

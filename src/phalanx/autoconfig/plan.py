@@ -23,8 +23,13 @@ from phalanx.errors import RecipeError, UsageError
 from phalanx.formatting import BYTES_PER_GIB, format_percent, format_plural
 from phalanx.planner.device_costs import LOG_ERROR_STD_BY_SOURCE, DeviceCosts, device_costs_for_stack, phalanx_stack
 from phalanx.planner.energy import RunCost, RunEnergy, estimate_run_cost, predict_run_energy
-from phalanx.planner.memory import USABLE_MEMORY_FRACTION, MemoryEstimate, TrainingOptions, estimate_memory
-from phalanx.planner.memory_advice import suggest_memory_changes
+from phalanx.planner.memory import (
+    USABLE_MEMORY_FRACTION,
+    MemoryEstimate,
+    TrainingOptions,
+    estimate_memory,
+    suggest_memory_changes,
+)
 from phalanx.planner.model_profile import Gemm, ModelProfile
 from phalanx.planner.pipeline import balance_stages
 from phalanx.planner.scenario import Scenario, transport_of

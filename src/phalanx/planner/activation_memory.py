@@ -20,7 +20,7 @@ from phalanx.planner.state_memory import (
 
 LossMode = Literal["whole", "fused", "chunked"]
 """Whether logits exist in fp32, in 16 bits alone (one kernel from there to the loss), or never all at once."""
-IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "xla")
+IN_PLACE_LOSS_STACKS = ("megatron", "megatron-2021", "megatron-deepspeed", "xla")
 """Stacks with a loss that turns logits into fp32 probabilities, and these into gradients, in place. In the others the
 compiler, if any, compiles only the blocks, and there are three fp32 copies of the logits."""
 PARALLEL_LOSS_COPIES = {"torch": 4 / 3}
@@ -79,10 +79,8 @@ def estimate_stage_activations(
             )
         )
         released += count * saved_bytes
-        if scenario.zero_level == 3:
-            pending_gradients += (
-                segment_gradients  # what is outside of blocks is scattered together, when backward is through
-            )
+        if scenario.zero_level == 3:  # what is outside of blocks is scattered together, when backward is through
+            pending_gradients += segment_gradients
     return StageActivations(released, tuple(points))
 
 

@@ -31,13 +31,18 @@ Vidur's authors published, microsoft/vidur)."""
 TYPICAL_SHARE_OF_BEST = 0.88
 """Share of the best rate that anyone found for an accelerator, by trying shapes, that large products typically reach:
 the mean of A100 (0.85) and H100 (0.93)."""
+LINE_BYTES, MISALIGNMENT_PER_HALVING = 128, 0.2
+"""What rows of a product should be a multiple of, and how much longer it takes for each halving of what they are."""
 MEMORY_BANDWIDTH_EFFICIENCY = 0.82
 """Share of the memory's bandwidth that operations bound by it reach (0.8 to 0.9 on A100 and H100)."""
 SMALL_KERNEL_S = 4e-6
 """Seconds from one small kernel to the next where launches do not hold the device up."""
-FUSED_ATTENTION_EFFICIENCY = {"forward": 0.62, "backward": 0.50}
-"""Share of the peak rate that fused attention reaches: FlashAttention-2 on A100 0.73 and 0.63 at best (Dao 2023), with
-causal masks and shorter sequences less; FlashAttention-3 on H100 0.75 at best (Shah et al. 2024)."""
+FUSED_ATTENTION_EFFICIENCY = (0.62, 0.50)
+"""Share of the peak rate that fused attention reaches, forward and backward: FlashAttention-2 on A100 0.73 and 0.63 at
+best (Dao 2023), less with causal masks and shorter sequences; FlashAttention-3 on H100 0.75 at best (Shah et al.
+2024)."""
+SCORE_ELEMENTS_MOVED = {"forward": 4.5, "backward": 5.5}
+"""Elements that softmax and dropout move for each stored score."""
 PHALANX_STACK = "phalanx"
 UNKNOWN_GENERATION = "other"
 """Generation of hardware about which nothing is known."""
@@ -57,10 +62,7 @@ class DeviceCosts:
     cost_source: CostSource
     quantized: bool = False
     """Whether operands of products with weights are cast to 8 bits or fewer first."""
-    attention_efficiency: tuple[float, float] | None = (
-        FUSED_ATTENTION_EFFICIENCY["forward"],
-        FUSED_ATTENTION_EFFICIENCY["backward"],
-    )
+    attention_efficiency: tuple[float, float] | None = FUSED_ATTENTION_EFFICIENCY
     """Share of the peak rate that fused attention reaches, forward and backward; None where scores are stored, as
     before FlashAttention."""
 
@@ -113,17 +115,19 @@ def gemm_seconds(
     element_bytes: float,
     has_weight: bool = True,
     is_grouped: bool = False,
+    row_elements: Any = 0,
 ) -> Any:
     """Seconds of `count` products [m, k] x [k, n]: t = t0 + ((F / (P e))^q + (B / (W b))^q)^(1/q), the roofline with a
-    soft knee (Williams et al. 2009). With `is_grouped` they are one kernel launch. The parameters are those of the
-    formula; a search calls it with whole arrays of them."""
+    soft knee (Williams et al. 2009). With `is_grouped` they are one kernel launch. Rows are multiples of `row_elements`
+    elements, 0 if whole lines. The parameters are those of the formula; a search calls it with whole arrays of them."""
     peak, curve = (device.peak_flops if has_weight else device.attention_peak_flops), device.matmul_curve
     flops = 2.0 * m * n * k
     operand_bytes = 1.0 if has_weight and device.quantized else element_bytes
     moved_bytes = operand_bytes * (m * k + k * n) + element_bytes * m * n
     q = curve.sharpness
+    waste = _misalignment_factor(row_elements, element_bytes)
     kernel_s = (
-        (flops / (peak * curve.efficiency)) ** q + (moved_bytes / (device.bandwidth * curve.bandwidth)) ** q
+        (waste * flops / (peak * curve.efficiency)) ** q + (moved_bytes / (device.bandwidth * curve.bandwidth)) ** q
     ) ** (1 / q)
     cast_s = 0.0
     if has_weight and device.quantized:
@@ -131,6 +135,14 @@ def gemm_seconds(
         cast_s = (2.0 * element_bytes + 1.0) * m * k / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
     launches = 1.0 if is_grouped else count
     return launches * curve.overhead_us * 1e-6 + count * (kernel_s + cast_s)
+
+
+def _misalignment_factor(row_elements: Any, element_bytes: float) -> Any:
+    """Factor on the time of a product with rows that are not whole lines of 128 bytes: tensor cores load them in more
+    transactions, and below 16 bytes with kernels that load element by element (NVIDIA, Matrix Multiplication Background
+    User's Guide, section 3; Anthony et al. 2024, arXiv 2401.14489, figures 5 to 7)."""
+    line = LINE_BYTES // int(element_bytes)
+    return 1.0 + MISALIGNMENT_PER_HALVING * np.log2(line / np.gcd(np.asarray(row_elements).astype(np.int64), line))
 
 
 def attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
@@ -155,20 +167,18 @@ def attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads:
 
 def _unfused_attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
     """Attention as two batched products with a fused masked softmax and a dropout between, which store [s, s] scores a
-    head: 13 bytes are moved for each element of 16 bits forward, and as much for each half of backward (Korthikanti et
-    al. 2022 count what is stored: 5 bytes)."""
+    head. These move, for each score in 16 bits, 9 bytes forward (both read and write it, and a mask of a byte) and 11
+    backward (dropout reads gradient and mask and writes, softmax reads gradient and result and writes)."""
     count = op.samples.evaluate(1.0) * samples * heads
-    scores = gemm_seconds(
-        device, count, op.num_queries, op.num_keys, op.head_dim, op.element_bytes, has_weight=False, is_grouped=True
+    scores_s, weighted_sum_s = (
+        gemm_seconds(device, count, op.num_queries, n, k, op.element_bytes, has_weight=False, is_grouped=True)
+        for n, k in ((op.num_keys, op.head_dim), (op.head_dim, op.num_keys))
     )
-    weighted_sum = gemm_seconds(
-        device, count, op.num_queries, op.head_dim, op.num_keys, op.element_bytes, has_weight=False, is_grouped=True
+    passes = 1.0 if op.phase == "forward" else 2.0
+    moved = SCORE_ELEMENTS_MOVED[op.phase] * op.element_bytes * count * op.num_queries * op.num_keys
+    return passes * (scores_s + weighted_sum_s + 3 * device.small_kernel_s) + moved / (
+        device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY
     )
-    moved = (
-        6.5 * op.element_bytes * count * op.num_queries * op.num_keys / (device.bandwidth * MEMORY_BANDWIDTH_EFFICIENCY)
-    )
-    forward = scores + weighted_sum + moved + 3 * device.small_kernel_s
-    return forward if op.phase == "forward" else 2.0 * forward
 
 
 def memory_op_seconds(device: DeviceCosts, moved_bytes: Any, launches: Any) -> Any:
@@ -189,6 +199,16 @@ def generation_of(device: AcceleratorSpec) -> dict[str, Any]:
     kinds: dict[str, Any] = load_stack_data()["generations"]
     values: dict[str, Any] = kinds.get(device.generation) or kinds[UNKNOWN_GENERATION]
     return values
+
+
+def sustained_share(accelerator: AcceleratorSpec) -> float:
+    """Share of what its curve says of single products that an accelerator keeps up for minutes: the more it promises a
+    watt, the further its power limit lowers the clock. 1 where the power or the 16-bit rate is not known."""
+    law = load_stack_data()["sustained"]
+    peak = accelerator.tflops.get("bf16") or accelerator.tflops.get("fp16")
+    if peak is None or accelerator.power_w is None:
+        return 1.0
+    return min(1.0, float((law["tflops_per_w"] * accelerator.power_w / peak) ** law["exponent"]))
 
 
 def stack_by_name(name: str) -> SoftwareStack:
@@ -212,7 +232,9 @@ def phalanx_stack(device: AcceleratorSpec, devices: int) -> SoftwareStack:
 def device_costs_for_stack(accelerator: AcceleratorSpec, precision: str, stack_used: SoftwareStack) -> DeviceCosts:
     """What an accelerator does under a stack. KeyError naming the precision when it has no such arithmetic."""
     plain, generation = device_costs(accelerator, precision), generation_of(accelerator)
-    gemm_efficiency = generation["products"] * load_stack_data()["precisions"].get(precision, 1.0)
+    gemm_efficiency = (
+        generation["products"] * sustained_share(accelerator) * load_stack_data()["precisions"].get(precision, 1.0)
+    )
     curve = plain.matmul_curve.model_copy(update={"efficiency": plain.matmul_curve.efficiency * gemm_efficiency})
     flash = None
     if generation["flash"] and stack_used.attention_speed:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.planner.model_profile import ModelProfile, ModelSegment
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.scenario import PipelineSchedule, Scenario
 
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 PipelineOpKind = Literal["F", "B", "W"]
 """Forward; backward, or with zero bubble that of inputs alone; that of weights."""
 

@@ -9,10 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.planner.device_costs import DeviceCosts
-from phalanx.planner.layouts import CHECKPOINTING_MODES, LAYOUT_FIELDS, PIPELINE_SCHEDULES, Layouts, to_scenarios
 from phalanx.planner.memory import lower_bound_bytes
 from phalanx.planner.model_profile import AttentionOp, ModelProfile
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.scenario import (
+    CHECKPOINTING_MODES,
+    LAYOUT_FIELDS,
+    PIPELINE_SCHEDULES,
+    Layouts,
+    Scenario,
+    to_scenarios,
+)
 from phalanx.planner.state_memory import NO_OPTIMIZER_STATE, OptimizerState
 from phalanx.planner.step_time import StepBreakdown, predict_step_times
 from phalanx.recipe.schema import Parallelism

@@ -20,7 +20,7 @@ FP32_WEIGHT_STACKS = ("phalanx", "torch", "xla")
 """Stacks that keep weights in fp32 and cast them at use; others keep 16 bits and an fp32 copy."""
 HALF_OR_LOWER_PRECISIONS = ("bf16", "fp16", "fp8", "fp4")
 """Precisions in which products read weights in 16 bits or fewer."""
-DOUBLE_GRADIENT_STACKS = ("megatron-2021",)
+DOUBLE_GRADIENT_STACKS = ("megatron-deepspeed",)
 """Stacks that keep bf16 gradients in addition to fp32 ones (DeepSpeed's BF16 optimizer as BLOOM was trained with)."""
 MOMENTS_BY_OPTIMIZER = {"adamw": 2, "lamb": 2, "sgd": 1, "lars": 1, "muon": 1}
 """Numbers that an optimizer keeps for each parameter. (muon's vectors have two, but they are few.)"""

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phalanx.planner.collectives import CollectiveKind, GroupCollectives
 from phalanx.planner.device_costs import DeviceCosts
-from phalanx.planner.layouts import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, layout_of
 from phalanx.planner.measured_costs import MeasuredCosts
 from phalanx.planner.model_profile import PASS_DIRECTIONS, ModelSegment, PassDirection
 from phalanx.planner.pipeline import StageSegments, StageTime, pipeline_seconds, split_into_stages, split_profile
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.scenario import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, Scenario, layout_of
 from phalanx.planner.segment_costs import (
     ArrayLike,
+    CollectiveKind,
+    GroupCollectives,
     OpCost,
     PassBreakdown,
     ShardSpec,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from planner_validation.cells import CannotPredict
 from planner_validation.llm_predictions import PREDICTION_COLUMNS, predict_rows
 from planner_validation.llm_rows import PublishedRun, count_shape_parameters, flops_per_token, parse_run
 from planner_validation.llm_scenarios import cluster_of, scenario_of, stack_of
@@ -108,6 +109,20 @@ def test_a_plain_shape_is_that_of_its_number_of_parameters() -> None:
         shape = run(**gpt, ffn_hidden=width).shape
         assert not shape.gated
         assert count_shape_parameters(shape) == pytest.approx(174.6e9, rel=0.01)
+
+
+def test_a_row_without_a_vocabulary_takes_that_of_its_family() -> None:
+    assert run(vocab="").shape.vocab_size == 128256
+    assert run(vocab="", model="GPT-3").shape.vocab_size == 51200
+    with pytest.raises(CannotPredict, match="vocab is empty"):
+        run(vocab="", model="my model")
+
+
+def test_long_samples_of_bert_are_partly_padding() -> None:
+    short, long = run(model="BERT-large", seq_len="128"), run(model="BERT-large", seq_len="512")
+    assert (short.padding_share, run().padding_share) == (0, 0)
+    assert 0.35 < long.padding_share < 0.45
+    assert scenario_of(long, "").profile.units_per_sample < 512
 
 
 def test_a_mixture_of_experts_is_read_from_the_note() -> None:
@@ -257,6 +272,7 @@ def test_every_16th_dense_row_is_within_15_percent_by_the_median() -> None:
     ("given", "name"),
     [
         (("Megatron-LM Sept-2020 weak scaling", 0, 8, "hopper"), "megatron-2021"),
+        (("BigScience BLOOM-176B prequel benchmarks", 1, 8, "ampere"), "megatron-deepspeed"),
         (("NVIDIA NeMo performance summary", 0, 8, "hopper"), "megatron"),
         (("MaxText README (TPU)", 0, 8, "hopper"), "xla"),
         (("torchtitan benchmarks", 0, 8, "hopper"), "torch"),

@@ -23,10 +23,12 @@ from phalanx.planner.memory import (
     MemoryEstimate,
     TrainingOptions,
     _schedule_of_rank,
+    combine_changes,
     estimate_memory,
     estimate_memory_by_rank,
+    find_sufficient_changes,
+    suggest_memory_changes,
 )
-from phalanx.planner.memory_advice import combine_changes, find_sufficient_changes, suggest_memory_changes
 from phalanx.planner.model_profile import ModelProfile
 from phalanx.planner.scenario import Scenario, SoftwareStack
 from phalanx.planner.trace.trace_model import (

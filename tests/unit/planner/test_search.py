@@ -11,10 +11,9 @@ from phalanx.cluster import Cluster, load_cluster
 from phalanx.models import moe, transformer
 from phalanx.models.convnets import resnet
 from phalanx.planner.device_costs import device_costs_for_stack, stack_by_name
-from phalanx.planner.layouts import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, to_scenarios
 from phalanx.planner.memory import estimate_memory
 from phalanx.planner.model_profile import ModelProfile
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.scenario import CHECKPOINTING_MODES, PIPELINE_SCHEDULES, Layouts, Scenario, to_scenarios
 from phalanx.planner.search import (
     SearchResult,
     SearchSpace,

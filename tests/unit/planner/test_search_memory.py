@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.planner.device_costs import device_costs_for_stack, stack_by_name
-from phalanx.planner.layouts import to_scenarios
 from phalanx.planner.memory import TrainingOptions, estimate_memory
 from phalanx.planner.model_profile import (
     Affine,
@@ -20,7 +19,7 @@ from phalanx.planner.model_profile import (
     SavedActivations,
     SegmentWeights,
 )
-from phalanx.planner.scenario import Scenario
+from phalanx.planner.scenario import Scenario, to_scenarios
 from phalanx.planner.search import (
     SearchResult,
     SearchSpace,

@@ -10,10 +10,12 @@ from phalanx.planner.device_costs import (
     UNKNOWN_GENERATION,
     device_costs,
     device_costs_for_stack,
+    gemm_seconds,
     generation_of,
     load_stack_data,
     phalanx_stack,
     stack_by_name,
+    sustained_share,
 )
 from phalanx.planner.scenario import SoftwareStack
 
@@ -66,9 +68,23 @@ def test_a_step_on_a_cpu_is_its_operations() -> None:
 def test_training_keeps_up_less_than_single_products_reach() -> None:
     plain, used = device_costs(H100, "bf16"), device_costs_for_stack(H100, "bf16", stack_by_name(PHALANX_STACK))
     assert used.matmul_curve.efficiency == pytest.approx(
-        plain.matmul_curve.efficiency * generation_of(H100)["products"]
+        plain.matmul_curve.efficiency * generation_of(H100)["products"] * sustained_share(H100)
     )
     assert used.peak_flops == plain.peak_flops
+
+
+def test_a_lower_power_limit_lowers_what_is_kept_up() -> None:
+    limited = H100.model_copy(update={"power_w": 500.0})
+    assert sustained_share(limited) < sustained_share(H100) < 1
+    assert sustained_share(H100.model_copy(update={"power_w": 3000.0})) == 1
+    assert sustained_share(H100.model_copy(update={"power_w": None})) == 1
+
+
+def test_products_of_odd_rows_take_longer() -> None:
+    device = device_costs(H100, "bf16")
+    seconds = [gemm_seconds(device, 1, 8192, 8192, 8192, 2, row_elements=row) for row in (1800, 1824, 1856, 0)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[2] == seconds[3]
 
 
 def test_a_stack_without_fused_attention_stores_scores() -> None:

@@ -9,12 +9,18 @@ import pytest
 from gpt_profile import gpt, profile_text_model
 from phalanx.cluster import Cluster, load_cluster
 from phalanx.models import moe, transformer
-from phalanx.planner.collectives import CollectiveKind, collective_seconds, group_links
 from phalanx.planner.device_costs import DeviceCosts, attention_seconds, device_costs, gemm_seconds
 from phalanx.planner.model_profile import Affine, AttentionOp, Gemm, ModelProfile
 from phalanx.planner.pipeline import balance_stages, split_into_stages
 from phalanx.planner.scenario import TRANSPORT_BY_COMPRESSION, GradientTransport, Scenario, SoftwareStack, transport_of
-from phalanx.planner.segment_costs import ShardSpec, op_cost_from, segment_work
+from phalanx.planner.segment_costs import (
+    CollectiveKind,
+    ShardSpec,
+    collective_seconds,
+    group_links,
+    op_cost_from,
+    segment_work,
+)
 from phalanx.planner.step_time import StepBreakdown, predict_step_time
 from phalanx.recipe import Recipe
 from phalanx.recipe.schema import Parallelism
