@@ -147,6 +147,7 @@ def prepare_run(
         if directory is not None:
             process.preload("phalanx.train.hf.model:preload_architecture", str(directory))
         code_hash = process.call("phalanx.autoconfig.trials:check_imports", import_payload)
+    load_s = time.perf_counter() - start_time
     times = resolve.TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
     run_trial = resolve.cache_trials(process.call, machine, code_hash, times)
 
@@ -158,7 +159,9 @@ def prepare_run(
                 process.call("phalanx.autoconfig.trials:begins", {"recipe": kept, "folder": str(ready.recipe_dir)})
             check_free_space(run, ready.recipe, ready.plan)
             duration_s = time.perf_counter() - start_time
-            resolved = RecipeResolved(duration_s=duration_s, trace_s=times.trace_s, trials_s=times.trials_s)
+            resolved = RecipeResolved(
+                duration_s=duration_s, load_s=load_s, trace_s=times.trace_s, trials_s=times.trials_s
+            )
             return replace(ready, resolved=resolved)
 
     if not write:

@@ -98,15 +98,18 @@ def supervise_run(
         )
 
 
-def train_script(arguments: TrainArguments, run: Run, show: Callable[[Event], None]) -> RunOutcome:
-    """Run the script of `arguments` as workers on this machine, and follow it to its end."""
+def train_script(
+    arguments: TrainArguments, run: Run, show: Callable[[Event], None], fork_server: ForkServerClient | None = None
+) -> RunOutcome:
+    """Run the script of `arguments` as workers on this machine, and follow it to its end. `fork_server`: one that was
+    started before; it is closed at the end."""
     if not Path(arguments.path).is_file():
         raise UsageError(f"{arguments.path}: no such file; expected a recipe or a script that calls phalanx.session")
     machine = discover_machine()
     world_size = arguments.nproc_per_node or machine.num_gpus or 1
     check_workers(machine, world_size)
-    with ForkServerClient() as fork_server:
-        return supervise_script(arguments, run, world_size, fork_server, show)
+    with fork_server or ForkServerClient() as server:
+        return supervise_script(arguments, run, world_size, server, show)
 
 
 def supervise_script(

@@ -114,7 +114,7 @@ def train_run(
     Args:
         dry_run: only prepare the run, and return None.
         node_env: this node and the number of nodes; None: this one alone.
-        fork_server: of a node that takes over; it is closed at the end. None: starts one.
+        fork_server: one that was started before; it is closed at the end. None: starts one.
     """
     node_env = node_env or NodeEnv()
     loaded.check_required()
@@ -131,10 +131,11 @@ def train_run(
             check_start(loaded, nproc_per_node, begins=not run.has_checkpoint())
         limits = loaded.recipe.fault_tolerance
         with (
-            fork_server or ForkServerClient(call_timeout_s=call_timeout(limits.hang_timeout_s)) as server,
+            fork_server or ForkServerClient() as server,
             open_node_group(server, node_env, limits.last_call_s) as node_group,
             contextlib.ExitStack() as stack,
         ):
+            server.call_timeout_s = call_timeout(limits.hang_timeout_s)
             num_workers = count_workers(loaded, nproc_per_node, node_env)
             request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force, node_env.min_nodes is not None)
             with observer.open_progress() as progress:

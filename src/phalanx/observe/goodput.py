@@ -109,6 +109,8 @@ class RunDurations:
     """Part of startup: torch.compile before the first step."""
     resolving_s: float = 0.0
     """Part of startup: preparing data and resolving `auto` before the workers start."""
+    load_s: float = 0.0
+    """Part of resolving: importing torch and the recipe's code."""
     trace_s: float = 0.0
     """Part of resolving: tracing the model."""
     trials_s: float = 0.0
@@ -148,6 +150,7 @@ def summarize_durations(history: RunHistory) -> RunDurations:
         startup_s=startup,
         compilation_s=sum(event.duration_s for event in history.of(Compiled)),
         resolving_s=sum(event.duration_s for event in resolved),
+        load_s=sum(event.load_s for event in resolved),
         trace_s=sum(event.trace_s for event in resolved),
         trials_s=sum(event.trials_s for event in resolved),
         unavailable_s=unavailable,

@@ -224,7 +224,9 @@ def duration_rows(summary: RunSummary) -> list[tuple[str, str]]:
     total = formatting.format_duration(durations.wall_s)
     total += f", {formatting.format_percent(durations.productive_s / durations.wall_s)} productive"
     total += f"; not counted: paused for {formatting.format_duration(durations.paused_s)}" if durations.paused_s else ""
-    within = [("resolving auto", durations.resolving_s), ("compiling", durations.compilation_s)]
+    named = [("loading torch", durations.load_s), ("trace", durations.trace_s), ("trials", durations.trials_s)]
+    data_s = durations.resolving_s - sum(seconds for _, seconds in named)
+    within = [*named, ("preparing data", data_s), ("compiling", durations.compilation_s)]
     within_text = ", ".join(_format_part(*each) for each in within if each[1] >= 0.05)
     parts = [
         _format_part(name, seconds) + (f" ({within_text})" if name == "startup" and within_text else "")

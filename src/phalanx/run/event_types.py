@@ -69,9 +69,11 @@ class AttemptStarted(RunEvent):
 
 class RecipeResolved(RunEvent):
     """The data are prepared and every `auto` is resolved, before the first attempt of a command. This took
-    `duration_s`: `trace_s` of it to trace the model, `trials_s` in other trials. Cached results take no time."""
+    `duration_s`: `load_s` of it to import torch and the recipe's code, `trace_s` to trace the model, `trials_s` in
+    other trials, and most of the rest to prepare data. Cached results take no time."""
 
     duration_s: float
+    load_s: float = 0.0
     trace_s: float = 0.0
     trials_s: float = 0.0
 

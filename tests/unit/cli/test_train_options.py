@@ -90,7 +90,7 @@ def test_who_is_no_worker_of_a_launcher_takes_options(
     monkeypatch.setenv("PHALANX_LEADER_ADDR", "n1:5000")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("phalanx.cli.train.train_locally", here)
+    monkeypatch.setattr("phalanx.cli.local_training.train_locally", here)
     assert main(["train", "one.yaml", "--dry-run", "--nproc-per-node", "2"]) == 0
     assert seen == [(2, True)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.app.prepare_run import PreparedRun
 from phalanx.app.train_arguments import TrainArguments
-from phalanx.cli.train import format_conclusion, format_introduction
+from phalanx.cli.local_training import format_conclusion, format_introduction
 from phalanx.errors import ExitCode
 from phalanx.run import Run
 from phalanx.run.directory import write_json

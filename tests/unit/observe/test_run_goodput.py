@@ -94,7 +94,7 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
     maker = Maker(tmp_path / "run", total=20, seconds=1.0, world=2)
     before = maker.t
     maker.t += 55.0
-    maker.event(RecipeResolved, duration_s=55.0, trace_s=10.0, trials_s=40.0)
+    maker.event(RecipeResolved, duration_s=55.0, load_s=3.0, trace_s=10.0, trials_s=40.0)
     maker.t += 5.0
     maker.start().steps(1, 20).end()
     history = read_history(tmp_path / "run" / "events.jsonl")
@@ -102,7 +102,7 @@ def test_resolving_before_the_first_attempt_is_startup_in_wall_time_and_goodput(
     assert summary.durations.wall_s == pytest.approx(maker.t - before) == found.allocated_s / 2
     assert found.startup_s / 2 == pytest.approx(61.2, abs=0.1) == summary.durations.startup_s
     parts = dict(duration_rows(summary))["breakdown"]
-    assert "startup 1 min 01 s (resolving auto 55 s)" in parts
+    assert "startup 1 min 01 s (loading torch 3.0 s, trace 10 s, trials 40 s, preparing data 2.0 s)" in parts
 
 
 def test_nothing_is_held_between_a_proper_end_and_the_next_start(tmp_path: Path) -> None:

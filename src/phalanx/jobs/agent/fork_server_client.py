@@ -96,7 +96,7 @@ class ForkServerClient:
         report: Callable[[str], None] = print_status,
     ) -> None:
         folder = os.getcwd()  # FileNotFoundError where it is gone: torch cannot be loaded there
-        self._ready_timeout_s, self._call_timeout_s, self.report = ready_timeout_s, call_timeout_s, report
+        self._ready_timeout_s, self.call_timeout_s, self.report = ready_timeout_s, call_timeout_s, report
         self.is_stop_requested: Callable[[], bool] = lambda: False
         self.heartbeat_table = HeartbeatTable()
         self.control, control_far = make_socket_pair()
@@ -124,7 +124,8 @@ class ForkServerClient:
 
     def __exit__(self, *_: object) -> None:
         self.control.close()  # the fork server then kills and reaps its children
-        if not self._is_ready:  # it still imports torch, has no children, and would notice only afterwards
+        if not self._is_ready and not self.has_exited():
+            # It still imports torch, has no children, and would notice only afterwards.
             self.kill()
         deadline = Deadline(
             f"{PROCESS_DESCRIPTION} to end", EXIT_TIMEOUT_S, self.report, report_interval_s=EXIT_TIMEOUT_S / 3
@@ -186,7 +187,7 @@ class ForkServerClient:
         logger.debug("trial %d: %s", self._num_calls, function)
         self.send(RunCall(function=function, payload=payload, call_id=self._num_calls))
         description = f"a trial before the run ({describe_trial(function, payload)}) to end"
-        deadline = Deadline(description, self._call_timeout_s, self.report)
+        deadline = Deadline(description, self.call_timeout_s, self.report)
         hint = "; if it is only slow, raise fault_tolerance.hang_timeout_s"
         while (reply := self._wait_for_reply(CallReply, deadline=deadline, hint=hint)).call_id != self._num_calls:
             pass  # to a call that was interrupted, or an end behind an answer
