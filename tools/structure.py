@@ -26,7 +26,7 @@ BUDGETS = {
     "src/phalanx/cli": 3_010,
     "src/phalanx/cluster": 4_890,
     "src/phalanx/data": 6_440,
-    "src/phalanx/jobs": 10_460,
+    "src/phalanx/jobs": 10_470,
     "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_090,
     "src/phalanx/planner": 4_760,

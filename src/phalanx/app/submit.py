@@ -20,8 +20,8 @@ from phalanx.jobs.spec import Job, JobState, JobStatus, make_array
 from phalanx.observe.progress import DeferredDisplay
 from phalanx.recipe import load_recipe
 from phalanx.recipe.checks import num_workers_for
-from phalanx.recipe.imports import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.recipe.load import LoadedRecipe
+from phalanx.recipe.snapshot_paths import SNAPSHOT_SOURCE_VARIABLE
 from phalanx.run import EventTail, Run
 from phalanx.run.directory import check_run_path, describe_unfinished
 from phalanx.run.node_env import parse_num_nodes

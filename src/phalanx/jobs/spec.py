@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.errors import ExitCode, UsageError
 from phalanx.jobs.snapshot import Snapshot
-from phalanx.recipe.imports import SNAPSHOT_DIR_VARIABLE
+from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Job names that every backend accepts and that need no quoting in a shell."""

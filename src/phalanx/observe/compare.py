@@ -12,7 +12,8 @@ import numpy as np
 from phalanx import formatting
 from phalanx.errors import UsageError
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory, read_history
-from phalanx.observe.html_report import page
+from phalanx.observe.html_report import chart
+from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import MIN_STEPS_TO_SMOOTH, validation_series
 from phalanx.observe.metrics import smooth_series
 from phalanx.observe.run_info import flatten_keys, read_resolved_recipe
@@ -163,7 +164,7 @@ def _shorten(text: str) -> str:
 def render_comparison_html(comparison: RunComparison) -> str:
     """One self-contained page: the losses over each other, and both tables."""
     body_html, footer = render_comparison_body(comparison), f"Phalanx comparison of {', '.join(comparison.names)}"
-    return page.render_document("Phalanx: runs compared", body_html, footer)
+    return render_document("Phalanx: runs compared", body_html, footer)
 
 
 def render_comparison_body(comparison: RunComparison) -> str:
@@ -197,18 +198,18 @@ def _render_loss_charts(comparison: RunComparison) -> str:
     for index, (name, history) in enumerate(zip(comparison.names, comparison.histories, strict=True)):
         color, steps = _RUN_COLORS[index % len(_RUN_COLORS)], history.steps
         if len(steps) >= MIN_STEPS_TO_SMOOTH:
-            training.append(page.ChartSeries("", steps.step, steps.loss, color, "faint"))
-            training.append(page.ChartSeries(name, steps.step, smooth_series(steps.loss), color))
+            training.append(chart.ChartSeries("", steps.step, steps.loss, color, "faint"))
+            training.append(chart.ChartSeries(name, steps.step, smooth_series(steps.loss), color))
         elif len(steps):
-            training.append(page.ChartSeries(name, steps.step, steps.loss, color))
+            training.append(chart.ChartSeries(name, steps.step, steps.loss, color))
         if history.evaluations:
             validation.append(validation_series(name, history, color))
     charts = []
     for title, series in (("Training loss", training), ("Validation loss", validation)):
         values = [line.y for line in series]
         if any(np.isfinite(y).any() for y in values):
-            log = any(page.needs_log_scale(y) for y in values)
+            log = any(chart.needs_log_scale(y) for y in values)
             x_range = (0.0, max(1.0, *(float(line.x[-1]) for line in series)))
-            y_range = page.log_range(values) if log else page.linear_range(values)
-            charts.append(page.Chart(title, series, x_range, y_range, log=log, wide=True))
-    return "".join(map(page.render_chart, charts)) or '<p class="note">No run has finished a step.</p>'
+            y_range = chart.log_range(values) if log else chart.linear_range(values)
+            charts.append(chart.Chart(title, series, x_range, y_range, log=log, wide=True))
+    return "".join(map(chart.render_chart, charts)) or '<p class="note">No run has finished a step.</p>'

@@ -19,11 +19,12 @@ from pydantic.fields import FieldInfo
 
 from phalanx.errors import ExitCode, PhalanxError, RecipeError
 from phalanx.recipe.data_schema import SOURCE_KINDS
-from phalanx.recipe.imports import HF_PREFIX, check_installed, huggingface_location, resolve_data_dir
+from phalanx.recipe.imports import HF_PREFIX, check_installed, huggingface_location
 from phalanx.recipe.locations import localize_recipe
 from phalanx.recipe.overrides import apply_overrides
 from phalanx.recipe.schema import GrpoConfig, Recipe, ResolvedRecipe
 from phalanx.recipe.schema_keys import child_keys
+from phalanx.recipe.snapshot_paths import resolve_data_dir
 from phalanx.recipe.validation_errors import describe_value, read_user_text, validate_value
 from phalanx.recipe.yaml_loader import KeyPath, SourceLocations, format_key, location_of_key, parse_yaml, to_yaml
 from phalanx.storage.url import is_url

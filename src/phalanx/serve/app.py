@@ -25,8 +25,7 @@ from starlette.routing import Route
 
 from phalanx import formatting
 from phalanx.errors import DataError, UsageError
-from phalanx.jobs.backends.base import open_backend
-from phalanx.observe.html_report.page import read_page_css, read_page_script
+from phalanx.observe.html_report.document import read_page_css, read_page_script
 from phalanx.serve.access import Access, AccessMiddleware, Form, answer_form, make_access
 from phalanx.serve.job_pages import JobReader, render_jobs
 from phalanx.serve.page_context import AddedPages, Message, PageContext, ServedSite, on_first_request
@@ -224,6 +223,8 @@ class ServeOptions:
 
 def serve(options: ServeOptions, added: Sequence[AddedPages], report: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; `report` gets the address. UsageError for a bad address or directory."""
+    from phalanx.jobs.backends.base import open_backend  # imports pydantic
+
     for root in options.roots:
         if root.exists() and not root.is_dir():
             raise UsageError(f"{root}: is a file; expected a directory with runs, such as runs")

@@ -14,7 +14,7 @@ import numpy as np
 from phalanx import formatting
 from phalanx.errors import DataError
 from phalanx.observe.history import Floats, HistoryBuilder, RunHistory, as_float
-from phalanx.observe.html_report.page import Chart, ChartSeries, linear_range
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_report_body, render_sections
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.recommendations import find_recommendations

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from phalanx.data.chat_template import find_chat_template
 from phalanx.errors import DataError, PhalanxError, UsageError
 from phalanx.observe.compare import compare_runs, render_comparison_body
-from phalanx.observe.html_report.page import Chart, render_chart_rows
+from phalanx.observe.html_report.chart import Chart, render_chart_rows
 from phalanx.observe.html_report.report import render_charts
 from phalanx.run import Run
 from phalanx.serve.access import Access, describe_refusal, read_body

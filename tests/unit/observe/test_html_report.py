@@ -12,7 +12,7 @@ import pytest
 
 from made_events import made
 from make_run import Maker, render_pages, troubled
-from phalanx.observe.html_report.page import (
+from phalanx.observe.html_report.chart import (
     MAX_POINTS_PER_SERIES,
     Chart,
     ChartMark,

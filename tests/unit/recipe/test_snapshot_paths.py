@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.recipe import load_recipe
-from phalanx.recipe.imports import import_object, resolve_code_dir, resolve_data_dir
+from phalanx.recipe.imports import import_object
+from phalanx.recipe.snapshot_paths import resolve_code_dir, resolve_data_dir
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from make_run import healthy
-from phalanx.observe.html_report.page import Chart, ChartMark, ChartSeries
+from phalanx.observe.html_report.chart import Chart, ChartMark, ChartSeries
 from phalanx.run import Run
 from phalanx.serve.access import make_access
 from phalanx.serve.live_run import SECONDS_LABEL, LiveRun, XAxes, rescale_charts

@@ -77,8 +77,9 @@ def test_an_agent_shows_its_newest_sample(endpoint: AgentEndpoint) -> None:
     assert get(endpoint.port, "/metrics").strip() == b""
     endpoint.publish(SAMPLE)
     assert values_of(get(endpoint.port, "/metrics"))["phalanx_node_read_time_seconds"] == {("node-1",): 1000.5}
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
         get(endpoint.port, "/other")
+    caught.value.close()
 
 
 def test_a_stream_has_each_sample_from_the_newest_on(endpoint: AgentEndpoint) -> None:

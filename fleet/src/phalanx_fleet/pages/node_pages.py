@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from phalanx import formatting
 from phalanx.errors import DataError
-from phalanx.observe.html_report.page import Chart, ChartSeries, linear_range
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
 from phalanx.observe.html_report.report import render_charts
 from phalanx.serve.page_context import Message, PageContext
 from phalanx.serve.pages import render_each, render_problem, render_rows, render_time

@@ -5,7 +5,8 @@ from html import escape
 
 import numpy as np
 
-from phalanx.observe.html_report.page import Chart, ChartSeries, linear_range, render_document
+from phalanx.observe.html_report.chart import Chart, ChartSeries, linear_range
+from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.report import render_charts
 from phalanx_fleet.simulate.figures import compare_variants, describe_differences
 from phalanx_fleet.simulate.site_hours import FleetHours

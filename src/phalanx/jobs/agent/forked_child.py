@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TextIO, cast
 
 from phalanx.errors import is_storage_error
 from phalanx.process_lifetime import die_with_parent
-from phalanx.recipe.imports import resolve_code_dir
+from phalanx.recipe.snapshot_paths import resolve_code_dir
 from phalanx.run.call_process import import_function
 from phalanx.std_streams import SafeStream
 

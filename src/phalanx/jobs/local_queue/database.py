@@ -10,6 +10,7 @@ import os
 import shutil
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -148,7 +149,9 @@ class JobDatabase:
             check_owner(path, "the queue")
         make_state_dir(folder, mode=0o700)
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            # One thread uses it; any may collect and close it.
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            weakref.finalize(self, self._db.close)
             self._db.row_factory = sqlite3.Row
             version = self._read_version()
             if version == 0:  # a queue that is there is opened without its lock for writers

@@ -7,7 +7,8 @@ from html import escape
 from phalanx import formatting
 from phalanx.observe import text_report
 from phalanx.observe.history import STEP_COMPONENTS, RunHistory
-from phalanx.observe.html_report.page import Chart, render_chart, render_document
+from phalanx.observe.html_report.chart import Chart, render_chart
+from phalanx.observe.html_report.document import render_document
 from phalanx.observe.html_report.run_charts import build_run_charts
 from phalanx.observe.progress import ALERT_EVENTS, describe_event
 from phalanx.observe.recommendations import Recommendation

@@ -7,7 +7,7 @@ import numpy as np
 
 from phalanx import formatting
 from phalanx.observe.history import STEP_COMPONENTS, Floats, RunHistory, as_float
-from phalanx.observe.html_report.page import Chart, ChartMark, ChartSeries, linear_range, log_range, needs_log_scale
+from phalanx.observe.html_report.chart import Chart, ChartMark, ChartSeries, linear_range, log_range, needs_log_scale
 from phalanx.observe.metrics import breakdown_over_time, smooth_series
 from phalanx.observe.summary import RunSummary
 from phalanx.observe.text_report import COMPONENT_LABELS

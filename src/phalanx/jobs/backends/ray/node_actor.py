@@ -23,7 +23,7 @@ from phalanx.errors import ExitCode
 from phalanx.jobs.backends.ray.driver_spec import NO_NODE, NOT_PAUSED, SNAPSHOT_FILE
 from phalanx.jobs.snapshot import unpack_snapshot
 from phalanx.process_lifetime import die_with_parent
-from phalanx.recipe.imports import SNAPSHOT_DIR_VARIABLE
+from phalanx.recipe.snapshot_paths import SNAPSHOT_DIR_VARIABLE
 
 OUTPUT_TIMEOUT_S = 10.0
 """Seconds to read the remaining output of a command that has ended."""
