@@ -67,6 +67,8 @@ SMALL_STATE_SHARE = 0.1
 """Share of one process's memory up to which the training state of a sharded model is small."""
 MAX_FEWER_THREADS_SLOWDOWN = 0.03
 """Relative slowdown of forward and backward that is accepted for half of the threads."""
+HOPELESS_RATIO = 1.2
+"""A trial of fewer threads ends with the first round that takes this many times as long as with all."""
 MAX_TIMED_MICRO_BATCH_S = 0.25
 """Seconds of forward and backward of a micro-batch above which fewer threads are not tried."""
 SubprocessCall = Callable[[str, Any], Any]
@@ -360,7 +362,8 @@ def choose_fewest_threads(
     if best_s > MAX_TIMED_MICRO_BATCH_S:
         return threads
     while count > 1:
-        fewer_s = call(trial_names.TIMING_TRIAL, {**trial, "threads": count // 2, "precisions": [precision]})[precision]
+        fewer = {"threads": count // 2, "precisions": [precision], "slow_s": HOPELESS_RATIO * best_s}
+        fewer_s = call(trial_names.TIMING_TRIAL, {**trial, **fewer})[precision]
         if fewer_s > best_s * (1 + MAX_FEWER_THREADS_SLOWDOWN):
             break
         count, best_s = count // 2, min(best_s, fewer_s)

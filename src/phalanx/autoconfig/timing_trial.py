@@ -1,6 +1,7 @@
 """Time forward, backward and the update in each precision, with and without deterministic kernels."""
 
 import gc
+import math
 import statistics
 import time
 from typing import Any
@@ -39,8 +40,10 @@ from phalanx.train.train_step import GradientAccumulator, TrainStep, to_device
 from phalanx.train.worker import configure_kernels
 
 TIMING_REPEATS = 5
-TIMING_BUDGET_S = 4.0
-"""Seconds after which no further round begins: a median of 2 rounds is exact enough for micro-batches of seconds."""
+TIMING_BUDGET_S = 1.5
+"""Seconds after which no further round begins, once two are timed."""
+SLOW_TIMING_BUDGET_S = 4.0
+"""The same, once one is timed: for micro-batches of seconds that is exact enough."""
 SLOW_PRECISION_RATIO = 3.0
 """A precision that takes this many times as long as the fastest is not timed again."""
 UPDATE_KEY = "update"
@@ -51,7 +54,8 @@ def time_precisions(payload: dict[str, Any]) -> dict[str, Any]:
     `TrainStep`. Medians of a few, precisions in turn, after a warm-up, with the run's own model, micro-batch,
     recomputation, loss, threads, compilation and deterministic kernels, and the optimizer's state in memory. A
     precision that runs out of memory is left out; `{"out_of_memory": 1.0}` when all do. `nondeterministic` names an
-    operation without a deterministic kernel; the times are then those of the run without the promise."""
+    operation without a deterministic kernel; the times are then those of the run without the promise. A round that
+    takes longer than `slow_s` is the last."""
     try:
         return _time_by_determinism(payload)
     except Exception as error:
@@ -128,7 +132,10 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
         # The update comes first, so that the timed passes have optimizer state in memory, as those of a run do.
         begin = time.perf_counter()
         for step in range(1, TIMING_REPEATS + 2):
-            if time.perf_counter() - begin > TIMING_BUDGET_S and len(times[UPDATE_KEY]) > 1:
+            num_rounds, elapsed_s = len(times[UPDATE_KEY]), time.perf_counter() - begin
+            is_too_slow = num_rounds > 1 and times[payload["precisions"][0]][-1] > payload.get("slow_s", math.inf)
+            budget_s = TIMING_BUDGET_S if num_rounds > 2 else SLOW_TIMING_BUDGET_S
+            if is_too_slow or (num_rounds > 1 and elapsed_s > budget_s):
                 break
             for precision, train_step in list(train_steps.items()):
                 start_time = time.perf_counter()
