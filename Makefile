@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lock audit train test parity test-fine-tuning test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
+.PHONY: help venv lock audit train test test-torch parity test-fine-tuning test-faults test-all test-cluster test-emulated cluster-up chaos soak fuzz lint format docs site structure \
 	bench gpu-session-kit clean
 
 help: ## List the targets.
@@ -71,6 +71,14 @@ test-faults: venv ## Test that runs survive injected faults and damaged files: a
 
 parity: venv ## Compare every parallelism with one process: pairs of models, precisions, optimizers, dropout and data.
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 20 tests/world/test_parity.py tests/world/test_dropout_parity.py
+
+test-torch: build/torch-$(VERSION)/.installed ## Test with another torch, such as VERSION=2.11.0, and PYTHON=python3.14; takes its build for CUDA.
+	build/torch-$(VERSION)/bin/python $(PYTEST_ON_BOTH_CORES) tests/world fleet/tests/world tests/unit fleet/tests/unit
+
+build/torch-%/.installed:
+	$(PYTHON) -m venv build/torch-$*
+	build/torch-$*/bin/python -m pip install --quiet torch==$* -e '.[dev]' -e './fleet[dev]'
+	@touch $@
 
 test-fine-tuning: venv ## Test conversations, preferences, teachers, images, whole texts and new tokens in every combination.
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 $(addprefix tests/world/test_,conversations.py \
