@@ -620,7 +620,7 @@ def check_stops(folder: Path, name: str) -> str:
     )
     [answer] = load_model(folder / name).generate(**prompt, max_new_tokens=16, do_sample=False)
     text = tokenizer.decode(answer[prompt["input_ids"].shape[1] :])
-    return "yes" if text == "three<|im_end|>" else f"no: {text.replace('|', chr(92) + '|')!r}"
+    return "yes" if text == "three<|im_end|>" else f"no: {text!r}".replace("|", "\\|")
 
 
 def check_exports(folder: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -921,11 +921,11 @@ NOTES = {
     "is its `chat_template` strategy, with its defaults. A refusal is an error before the first step. The base of the "
     "exports ends a text with `<|endoftext|>`, as one that never saw a conversation; it learns two of them by heart in "
     "60 steps.",
-    "sft": "Phalanx attends within documents by a dense mask of each sample, TRL of the whole batch.",
+    "sft": "Phalanx attends document by document, TRL within documents by a dense mask of the whole batch.",
     "dpo": "The reference is computed before the first step, and not in the figures.",
     "vocabulary": "Logits of 1,024 tokens are 256 MiB in fp32.",
     "length": "The conversations have 124 tokens on average: with a dense mask the time of attention grows with the "
-    "length of the sample, though nearly all of the mask is empty.",
+    "length of the sample, document by document it does not.",
 }
 
 
