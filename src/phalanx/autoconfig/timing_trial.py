@@ -133,7 +133,9 @@ def _time_once(payload: dict[str, Any], deterministic: bool) -> dict[str, float]
         begin = time.perf_counter()
         for step in range(1, TIMING_REPEATS + 2):
             num_rounds, elapsed_s = len(times[UPDATE_KEY]), time.perf_counter() - begin
-            is_too_slow = num_rounds > 1 and times[payload["precisions"][0]][-1] > payload.get("slow_s", math.inf)
+            is_too_slow = num_rounds > 1 and min(times[name][-1] for name in train_steps) > payload.get(
+                "slow_s", math.inf
+            )
             budget_s = TIMING_BUDGET_S if num_rounds > 2 else SLOW_TIMING_BUDGET_S
             if is_too_slow or (num_rounds > 1 and elapsed_s > budget_s):
                 break

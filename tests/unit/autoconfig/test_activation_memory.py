@@ -65,6 +65,13 @@ class Huge(Net):
         if len(tokens) > 2:
             torch.empty(2**60)
         return super().forward(tokens)
+
+
+class HugeInFp32(Net):
+    def forward(self, tokens):
+        if not torch.is_autocast_enabled("cpu"):
+            torch.empty(2**60)
+        return super().forward(tokens)
 """
 
 
@@ -178,4 +185,6 @@ def test_a_race_runs_as_the_recipe_will(folder: Path, recompute: str, chunked: b
 def test_a_race_that_runs_out_of_memory_says_so(folder: Path) -> None:
     asked = payload(folder, "Huge", threads=1, micro=4, precisions=["fp32"])
     assert time_precisions(asked) == {"out_of_memory": 1.0}
+    both = payload(folder, "HugeInFp32", threads=1, micro=4, precisions=["fp32", "bf16"])
+    assert set(time_precisions(both)) == {"bf16", "update", OTHER_LOAD_KEY}
     assert time_precisions({**asked, "micro": 2})["fp32"] > 0

@@ -417,12 +417,15 @@ def _add_generation_end(folder: Path, token: int) -> None:
     not name."""
     path = folder / GENERATION_CONFIG_FILE
     values = json.loads((path if path.is_file() else folder / HF_CONFIG_FILE).read_text(encoding="utf-8"))
+    if not path.is_file():  # what transformers takes of config.json then, of a vision-language model of its text part
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        owners = (values.get("text_config", {}), values)
+        values = {key: owner[key] for owner in owners for key in keys if owner.get(key) is not None}
     named = values.get("eos_token_id")
     ends = named if isinstance(named, list) else [] if named is None else [named]
     if token in ends:
         return
-    kept = values if path.is_file() else {key: values.get(key) for key in ("bos_token_id", "pad_token_id")}
-    _write_json(path, {**kept, "eos_token_id": [*ends, token]})
+    _write_json(path, {**values, "eos_token_id": [*ends, token]})
 
 
 def write_image_processor(meta: Mapping[str, Any], run: Run, folder: Path) -> None:

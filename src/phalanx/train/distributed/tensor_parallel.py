@@ -24,7 +24,7 @@ from phalanx.train.distributed.async_tp import can_chunk, linear_reduce_scatter
 from phalanx.train.distributed.shard_spec import DimShard, fsdp_row_range, shard_evenly
 from phalanx.train.distributed.stubs import ModuleStub
 from phalanx.train.distributed.tp_plans import TP_STYLES
-from phalanx.train.ops.blocks import find_matching, is_conv1d
+from phalanx.train.ops.blocks import find_matching
 from phalanx.train.ops.collectives import (
     Group,
     copy_to_group,
@@ -266,9 +266,7 @@ def _apply_colwise(module: nn.Module, comm: _TPComm) -> None:
         module.register_forward_pre_hook(_transform_first_argument(comm.enter_region), with_kwargs=True)
 
 
-def _apply_rowwise(module: nn.Module, comm: _TPComm) -> None:
-    has_inputs_first = is_conv1d(module)
-
+def _apply_rowwise(module: nn.Module, comm: _TPComm, has_inputs_first: bool = False) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if has_inputs_first:
             out = comm.leave_region(x @ self.weight)
@@ -316,7 +314,7 @@ _APPLY_STYLE: dict[str, Callable[[nn.Module, _TPComm], None]] = {
     "columns": _apply_colwise,
     "rows": _apply_rowwise,
     "columns-conv1d": _apply_colwise_conv1d,
-    "rows-conv1d": _apply_rowwise,
+    "rows-conv1d": partial(_apply_rowwise, has_inputs_first=True),
     "vocabulary": _apply_vocab_embedding,
     "head": _apply_nothing,
     "shared": _apply_nothing,
