@@ -3,7 +3,6 @@
 import json
 import stat
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from phalanx.errors import ExitCode
 from phalanx.run import Event
+from phalanx.run.cache import cache_root
 from phalanx.run.event_types import RunEnded, RunWarning, StepDone, TasksEvaluated
 from phalanx.train.checkpoint.format import list_checkpoints
 from train_harness import TrainHarness, Values, plan_fault, send_signal_at_step, wait_until
@@ -68,7 +68,7 @@ def with_tasks(changes: Values) -> Values:
 
 
 def list_left_files() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("phalanx-tasks-*")}
+    return {path.name for path in cache_root().glob("tasks/*")}
 
 
 def test_no_step_waits_for_tasks_and_their_scores_are_reported(

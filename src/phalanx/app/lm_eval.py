@@ -68,8 +68,8 @@ def check_task_names(command: tuple[str, ...], names: tuple[str, ...]) -> None:
 
 
 def _make_environment() -> dict[str, str]:
-    """Return the environment of lm-eval, without our own packages."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Return the environment of lm-eval, without our own packages and the job's token: tasks may run code."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PHALANX_TOKEN")}
 
 
 def evaluate_tasks(

@@ -4,6 +4,7 @@ Everything that can be wrong is checked before anything is written.
 """
 
 import contextlib
+import datetime
 import math
 import os
 import shutil
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.app import resume
-from phalanx.app.task_evaluations import check_tasks
 from phalanx.app.trackers import check_trackers
 from phalanx.autoconfig import resolve
 from phalanx.autoconfig.choices import resume_recipe
@@ -34,7 +34,14 @@ from phalanx.data.reader import RESTORE_FILES_HINT
 from phalanx.data.rows import BadRowError, count_skipped
 from phalanx.data.source_files import SOURCE_ORIGINS_KEY, pin_sources
 from phalanx.data.tokenizers import MAX_TOKENIZER_BYTES, find_stop_tokens, load_run_tokenizer
-from phalanx.errors import RETRYABLE_STORAGE_ERRNOS, DataError, RecipeError, UnfitNodeError, UsageError
+from phalanx.errors import (
+    RETRYABLE_STORAGE_ERRNOS,
+    DataError,
+    PhalanxError,
+    RecipeError,
+    UnfitNodeError,
+    UsageError,
+)
 from phalanx.formatting import format_bytes, format_percent, format_plural
 from phalanx.planner.storage_costs import checkpoint_bytes_of
 from phalanx.recipe import Recipe, ResolvedRecipe, check_recipe, load_resolved_recipe, scale_batch_with_workers
@@ -144,10 +151,11 @@ def prepare_run(
     import_payload["adapter"] = None if adapter is None else adapter.model_dump(mode="json")
     with loaded.locate_errors():
         directory = huggingface_directory(loaded.recipe.model.build, loaded.recipe_dir)
+        load_start_time = time.perf_counter()
         if directory is not None:
             process.preload("phalanx.train.hf.model:preload_architecture", str(directory))
         code_hash = process.call("phalanx.autoconfig.trials:check_imports", import_payload)
-    load_s = time.perf_counter() - start_time
+    load_s = time.perf_counter() - load_start_time
     times = resolve.TrialTimes(lambda text: progress(PrepareProgress(0, 0, 0, 0.0, note=text)))
     run_trial = resolve.cache_trials(process.call, machine, code_hash, times)
 
@@ -193,7 +201,6 @@ def check_start(loaded: LoadedRecipe, nproc: int | None, nodes: int = 1, begins:
     check_workers(machine, world, nodes)
     check_recipe(loaded.recipe, loaded.recipe_dir, world, loaded.location_of, begins)
     check_recipe_on_machine(loaded.recipe, machine, loaded.location_of)
-    check_tasks(loaded)
     check_upload(loaded.recipe)
     with loaded.locate_errors():
         find_origins(loaded.recipe, loaded.recipe_dir, begins)
@@ -395,8 +402,9 @@ def write_run_files(prepared: PreparedRun, loaded: LoadedRecipe) -> None:
     write_atomic(run.resolved, dump_recipe(prepared.recipe))
     described = copy_tokenizer(prepared)
     keep_chat_template(prepared)
-    if described is not None and prepared.recipe.data.chat is not None:
-        described = {**described, **find_end_of_turn(run, described)}
+    chat = prepared.recipe.data.chat
+    if described is not None and chat is not None and chat.records in ("chat", "pairs", "labels"):
+        described = {**described, **find_end_of_turn(run, described, chat.date)}
     write_json(run.plan, {**prepared.plan, **({} if described is None else {TOKENIZER_KEY: described})})
     prices = load_prices()
     write_json(run.cluster, {**prepared.cluster, **({} if prices is None else {"prices": prices.model_dump()})})
@@ -462,15 +470,15 @@ def keep_chat_template(prepared: PreparedRun) -> None:
         write_atomic(run.companions / companions.CHAT_TEMPLATE_FILE, read_bytes(path, MAX_TEMPLATE_BYTES))
 
 
-def find_end_of_turn(run: Run, tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """The control token that ends an answer by the run's chat template, if it has one: generation must stop there."""
-    if (template := find_chat_template(run.companions)) is None:
-        return {}
-    encoder = ChatEncoder(
-        ChatPlan(ChatConfig(), template), load_run_tokenizer(run.tokenizer, tokenizer, run.companions)
-    )
-    with contextlib.suppress(BadRowError):  # the template does not take a question and an answer alone
-        return {"end_of_turn": encoder.find_end_of_turn()}
+def find_end_of_turn(run: Run, described: Mapping[str, Any], date: datetime.date | None) -> dict[str, int]:
+    """The control token that ends an answer by the run's chat template, if it has one: generation must stop there.
+    `date`: what the template writes as the day's."""
+    # BadRowError: the template does not take a question and an answer alone.
+    with contextlib.suppress(BadRowError, PhalanxError):
+        if (template := find_chat_template(run.companions)) is not None:
+            tokenizer = load_run_tokenizer(run.tokenizer, described, run.companions)
+            encoder = ChatEncoder(ChatPlan(ChatConfig(date=date), template), tokenizer)
+            return {"end_of_turn": encoder.find_end_of_turn()}
     return {}
 
 

@@ -7,15 +7,17 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import xxhash
 
 from phalanx.app.lm_eval import check_task_names, find_lm_eval
 from phalanx.cluster import Machine
@@ -24,6 +26,7 @@ from phalanx.process_lifetime import die_with_parent, prefer_oom_kill
 from phalanx.recipe.data_schema import EvaluationConfig
 from phalanx.recipe.load import LoadedRecipe
 from phalanx.run import Event, Run
+from phalanx.run.cache import cache_root
 from phalanx.run.directory import write_json
 from phalanx.run.event_types import AttemptStarted, CheckpointSaved, RunWarning, TasksEvaluated
 from phalanx.safe_files import open_for_append
@@ -42,11 +45,13 @@ class EvaluationProcess:
     """A `phalanx evaluate` with the lowest priority. It ends with this process, and its log is RUN/logs/tasks.log."""
 
     def __init__(self, run: Run, device: str, variables: Mapping[str, str], arguments: Sequence[str]):
-        self._directory = tempfile.TemporaryDirectory(prefix="phalanx-tasks-", ignore_cleanup_errors=True)
-        self._scores, self._log = Path(self._directory.name) / "scores.json", run.logs / "tasks.log"
-        environment = {**os.environ, **variables, "TMPDIR": self._directory.name}
+        self._directory = find_scratch_dir(run)
+        self._directory.mkdir(parents=True)
+        self._scores, self._log = self._directory / "scores.json", run.logs / "tasks.log"
+        environment = {**os.environ, **variables, "TMPDIR": str(self._directory)}
+        environment.pop("PHALANX_TOKEN", None)  # tasks may run code
         if run.store_url is not None:  # the checkpoint is downloaded
-            environment["PHALANX_CACHE_DIR"] = self._directory.name
+            environment["PHALANX_CACHE_DIR"] = str(self._directory)
         with open(self._scores, "wb") as scores, open(open_for_append(self._log), "ab") as log:
             self._log_start = os.fstat(log.fileno()).st_size
             self._process = subprocess.Popen(
@@ -80,7 +85,12 @@ class EvaluationProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._directory.cleanup()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def find_scratch_dir(run: Run) -> Path:
+    """The directory for what an evaluation of a run exports and downloads."""
+    return cache_root() / "tasks" / xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(run.path)))
 
 
 def _prepare_child(parent: int) -> None:
@@ -112,7 +122,8 @@ class TaskEvaluations:
         self._started_at = 0.0
 
     def __enter__(self) -> Self:
-        self._end_process()  # removes the file of an agent that was killed
+        self._end_process()  # removes the files of an agent that was killed
+        shutil.rmtree(find_scratch_dir(self._run), ignore_errors=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -141,7 +152,7 @@ class TaskEvaluations:
             try:
                 write_json(self._run.evaluating, {"step": self._step})  # it is not removed meanwhile
                 self._process = self._start(self._arguments(self._step))
-            except (OSError, DataError) as error:
+            except (OSError, DataError, subprocess.SubprocessError) as error:
                 emit(self._make_warning(self._step, str(error)))
 
     def finish(self, is_done: bool, wait: Callable[[float], bool], emit: Callable[[Event], None]) -> None:

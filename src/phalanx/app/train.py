@@ -12,6 +12,7 @@ from phalanx.app.nodes import count_workers, open_node_group
 from phalanx.app.prepare_run import PreparedRun, RunRequest, check_start, prepare_run
 from phalanx.app.resume import describe_finished
 from phalanx.app.supervise import supervise_run
+from phalanx.app.task_evaluations import check_tasks
 from phalanx.app.train_arguments import find_train_run, load_given_recipe
 from phalanx.data import PrepareProgress
 from phalanx.errors import ExitCode, GaveUpError, PhalanxError, UsageError
@@ -136,6 +137,7 @@ def train_run(
             contextlib.ExitStack() as stack,
         ):
             server.call_timeout_s = call_timeout(limits.hang_timeout_s)
+            check_tasks(loaded)
             num_workers = count_workers(loaded, nproc_per_node, node_env)
             request = RunRequest(loaded, run, num_workers, node_env.num_nodes, force, node_env.min_nodes is not None)
             with observer.open_progress() as progress:

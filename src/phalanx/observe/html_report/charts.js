@@ -1,5 +1,5 @@
 "use strict";
-// Draws charts with uPlot from the JSON that page.py describes. `phalanxCharts.draw(figure, chart)` returns an object
+// Draws charts with uPlot from the JSON that chart.py describes. `phalanxCharts.draw(figure, chart)` returns an object
 // whose `update(chart)` shows newer JSON. Text reaches the page only as textContent, color only through style objects.
 const phalanxCharts = (() => {
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
