@@ -21,21 +21,21 @@ from words import ROOT, all_words
 
 SRC = ROOT / "src" / "phalanx"
 BUDGETS = {
-    "src/phalanx/app": 4_940,
-    "src/phalanx/autoconfig": 2_870,
+    "src/phalanx/app": 4_960,
+    "src/phalanx/autoconfig": 2_880,
     "src/phalanx/cli": 3_010,
     "src/phalanx/cluster": 4_890,
     "src/phalanx/data": 6_440,
     "src/phalanx/jobs": 10_470,
     "src/phalanx/models": 1_220,
     "src/phalanx/observe": 4_090,
-    "src/phalanx/planner": 4_760,
+    "src/phalanx/planner": 4_780,
     "src/phalanx/recipe": 3_190,
     "src/phalanx/run": 3_200,
     "src/phalanx/serve": 2_050,
     "src/phalanx/storage": 2_020,
     "src/phalanx/telemetry": 1_340,
-    "src/phalanx/train": 24_140,
+    "src/phalanx/train": 24_150,
     "fleet/src": 15_170,
 }
 """Lines of each package. Raising one is a commit of its own that says what users get for it."""

@@ -20,7 +20,8 @@ MAX_CELL_VALUE, MAX_LAYERS = 100_000_000, 10_000
 VOCAB_BY_FAMILY = {
     "bert": 30528,
     "bloom": 250880,
-    "llama-?3": 128256,
+    "llama[- ]?3": 128256,
+    "llama[- ]?4": 202048,
     "llama|mistral|mixtral": 32000,
     "qwen": 151936,
     "deepseek": 129280,

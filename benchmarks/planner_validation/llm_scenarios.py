@@ -132,6 +132,8 @@ def profile_of_shape(shape: DecoderShape) -> ModelProfile:
 
 def _without_padding(run: PublishedRun) -> DecoderShape:
     """The shape with as many tokens as are no padding, in eights."""
+    if not run.padding_share:
+        return run.shape
     return replace(run.shape, seq_len=max(8, round(run.shape.seq_len * (1 - run.padding_share) / 8) * 8))
 
 

@@ -120,7 +120,7 @@ def _train_here(arguments: "TrainArguments", dry_run: bool, fork_server: ForkSer
             )
         return local_training.train_as_worker(arguments, sys.stderr)
     node_env = NodeEnv.from_environment(os.environ)
-    if node_env.node_rank or is_led_by_another(arguments, node_env):
+    if node_env.node_rank or (not dry_run and is_led_by_another(arguments, node_env)):
         # While a node that takes over has no agent, SIGTERM cleans up like Ctrl-C: it ends with 75.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         ended = run_node_agent(arguments, dry_run, sys.stderr, node_env)

@@ -31,8 +31,10 @@ Vidur's authors published, microsoft/vidur)."""
 TYPICAL_SHARE_OF_BEST = 0.88
 """Share of the best rate that anyone found for an accelerator, by trying shapes, that large products typically reach:
 the mean of A100 (0.85) and H100 (0.93)."""
-LINE_BYTES, MISALIGNMENT_PER_HALVING = 128, 0.2
-"""What rows of a product should be a multiple of, and how much longer it takes for each halving of what they are."""
+LINE_BYTES = 128
+MISALIGNMENT_PER_HALVING = 0.2
+"""How much longer tensor cores take for a product for each halving of what its rows are multiples of, below a line."""
+TENSOR_CORE_GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 MEMORY_BANDWIDTH_EFFICIENCY = 0.82
 """Share of the memory's bandwidth that operations bound by it reach (0.8 to 0.9 on A100 and H100)."""
 SMALL_KERNEL_S = 4e-6
@@ -65,6 +67,8 @@ class DeviceCosts:
     attention_efficiency: tuple[float, float] | None = FUSED_ATTENTION_EFFICIENCY
     """Share of the peak rate that fused attention reaches, forward and backward; None where scores are stored, as
     before FlashAttention."""
+    misalignment_per_halving: float = 0.0
+    """MISALIGNMENT_PER_HALVING where tensor cores compute."""
 
     @property
     def sustained_gemm_flops(self) -> float:
@@ -93,6 +97,9 @@ def device_costs(accelerator: AcceleratorSpec, precision: str) -> DeviceCosts:
         small_kernel_s=SMALL_KERNEL_S if accelerator.kernel_us is None else accelerator.kernel_us * 1e-6,
         cost_source=layer,
         quantized=precision in ("fp8", "fp4"),
+        misalignment_per_halving=MISALIGNMENT_PER_HALVING
+        if accelerator.generation in TENSOR_CORE_GENERATIONS and compute in ("bf16", "fp16")
+        else 0.0,
     )
 
 
@@ -125,7 +132,7 @@ def gemm_seconds(
     operand_bytes = 1.0 if has_weight and device.quantized else element_bytes
     moved_bytes = operand_bytes * (m * k + k * n) + element_bytes * m * n
     q = curve.sharpness
-    waste = _misalignment_factor(row_elements, element_bytes)
+    waste = _misalignment_factor(device, row_elements, element_bytes)
     kernel_s = (
         (waste * flops / (peak * curve.efficiency)) ** q + (moved_bytes / (device.bandwidth * curve.bandwidth)) ** q
     ) ** (1 / q)
@@ -137,12 +144,13 @@ def gemm_seconds(
     return launches * curve.overhead_us * 1e-6 + count * (kernel_s + cast_s)
 
 
-def _misalignment_factor(row_elements: Any, element_bytes: float) -> Any:
+def _misalignment_factor(device: DeviceCosts, row_elements: Any, element_bytes: float) -> Any:
     """Factor on the time of a product with rows that are not whole lines of 128 bytes: tensor cores load them in more
     transactions, and below 16 bytes with kernels that load element by element (NVIDIA, Matrix Multiplication Background
     User's Guide, section 3; Anthony et al. 2024, arXiv 2401.14489, figures 5 to 7)."""
     line = LINE_BYTES // int(element_bytes)
-    return 1.0 + MISALIGNMENT_PER_HALVING * np.log2(line / np.gcd(np.asarray(row_elements).astype(np.int64), line))
+    halvings = np.log2(line / np.gcd(np.asarray(row_elements).astype(np.int64), line))
+    return 1.0 + device.misalignment_per_halving * halvings
 
 
 def attention_seconds(device: DeviceCosts, op: AttentionOp, samples: Any, heads: Any) -> Any:
@@ -203,11 +211,14 @@ def generation_of(device: AcceleratorSpec) -> dict[str, Any]:
 
 def sustained_share(accelerator: AcceleratorSpec) -> float:
     """Share of what its curve says of single products that an accelerator keeps up for minutes: the more it promises a
-    watt, the further its power limit lowers the clock. 1 where the power or the 16-bit rate is not known."""
-    law = load_stack_data()["sustained"]
+    watt, the further its power limit lowers the clock. Without its power what is typical of its generation; 1 where
+    nothing is known of that or of the 16-bit rate."""
+    law, known = load_stack_data()["sustained"], load_stack_data()["generations"]
     peak = accelerator.tflops.get("bf16") or accelerator.tflops.get("fp16")
-    if peak is None or accelerator.power_w is None:
+    if peak is None or accelerator.generation not in known or accelerator.generation == UNKNOWN_GENERATION:
         return 1.0
+    if accelerator.power_w is None:
+        return float(law["typical"].get(accelerator.generation, 1.0))
     return min(1.0, float((law["tflops_per_w"] * accelerator.power_w / peak) ** law["exponent"]))
 
 

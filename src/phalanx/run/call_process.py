@@ -116,7 +116,9 @@ def answer_calls(caller_fd: int, parent: int) -> None:
     die_with_parent(parent)
     os.set_inheritable(caller_fd, False)  # what a call starts would keep it open
     os.dup2(2, 1)  # what libraries print is not part of the output of the caller's command
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # lines are not lost when this process is killed
+    sys.stdout = os.fdopen(
+        1, "w", 1, errors="backslashreplace", closefd=False
+    )  # lines are not lost when this process is killed
     with socket.socket(fileno=caller_fd) as caller:
         _caller_sockets.append(caller)
         send(caller, ProcessReady())

@@ -112,7 +112,8 @@ class Lease:
         newest = max(seen, key=lambda each: each.key, default=None)
         if newest is not None:
             holder = self._read_holder(newest.key)
-            is_dead = holder is None or holder.directory == self._self.directory
+            # On a file system that machines share, the lock of the directory may hold on one machine only.
+            is_dead = holder is None or (holder.directory, holder.host) == (self._self.directory, self._self.host)
             if not is_dead and self._now() - newest.modified <= LEASE_S:
                 return False
         number = 1 + (0 if newest is None else _parse_number(newest.key))
@@ -152,7 +153,7 @@ class Lease:
         except LeaseLostError:
             self._store.delete([self._key(self.number)])
             raise
-        self.renewed_at = began
+        self.renewed_at = max(self.renewed_at, began)  # another thread may have renewed it meanwhile
 
     def _check_held(self) -> None:
         newest = self._find_newest()

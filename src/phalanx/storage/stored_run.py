@@ -230,7 +230,7 @@ class _Keeper:
     def upload(self, is_last: bool = False) -> None:
         with self._lock:
             if self._lease is not None:
-                if self._lease.is_stale():
+                while self._lease.is_stale():  # also where a renewal took that long
                     self._renew(self._lease)
                 self._objects.upload(is_last)
             if self._lock_file("logs.lock"):  # of several agents on a node one has them
@@ -249,9 +249,12 @@ class _Keeper:
         has the same local directory, and takes it over at once."""
         if self.read_leader() not in (None, lost) or not self._lock_file("lock"):  # it leads on this machine
             return False
-        has_lease = self._make_lease(LeaderAddress(*own, 0, str(self._objects.url))).take()
-        if not has_lease:
-            os.close(self._locked_fds.pop("lock"))
+        has_lease = False
+        try:
+            has_lease = self._make_lease(LeaderAddress(*own, 0, str(self._objects.url))).take()
+        finally:
+            if not has_lease:
+                os.close(self._locked_fds.pop("lock"))
         return has_lease
 
     def close(self) -> None:
@@ -282,10 +285,13 @@ class _Keeper:
         if name in self._locked_fds:
             return True
         fd = os.open(self._run.path.parent / name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if acquire_lock(fd, timeout_s, what):
-            self._locked_fds[name] = fd
-            return True
-        os.close(fd)
+        try:
+            if acquire_lock(fd, timeout_s, what):
+                self._locked_fds[name] = fd
+                return True
+        finally:
+            if name not in self._locked_fds:
+                os.close(fd)
         return False
 
     def _repeat(self, act: Callable[[], None], interval_s: float) -> None:

@@ -1,5 +1,6 @@
 """Leases by conditional writes: one holder at a time, by the clock of the store alone."""
 
+import socket
 from collections.abc import Callable
 from typing import cast
 
@@ -101,6 +102,14 @@ def test_the_machine_of_a_dead_holder_takes_its_lease_at_once(machines: Machines
     began, again = machines.store.now, machines.machine("a")
     again.acquire()
     assert (again.number, machines.store.now) == (2, began)
+
+
+def test_a_directory_that_machines_share_says_nothing_of_a_holder_on_another(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines.machine("a", node_rank=0).acquire()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert not machines.machine("a", node_rank=1).take()
 
 
 def test_of_two_that_take_over_one_holds_the_lease(machines: Machines) -> None:

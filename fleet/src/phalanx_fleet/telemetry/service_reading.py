@@ -213,9 +213,10 @@ class PolledSource:
 
     def read(self) -> ServiceReading:
         """The newest values with their age; none of them where they are late."""
-        if self._newest is None:
+        newest = self._newest  # the polling thread may replace it
+        if newest is None:
             return self._empty
-        asked_at, reading = self._newest
+        asked_at, reading = newest
         age_s = self._clock() - asked_at
         if age_s > LATE_AFTER_INTERVALS * self._interval_s:
             return replace(self._empty, host_age_s=age_s)

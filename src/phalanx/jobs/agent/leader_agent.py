@@ -140,6 +140,7 @@ class LeaderAgent(LeaderState):
         except StopRequestedError as error:
             outcome = RunOutcome(error.code, None, str(error))
         except StoredRunLostError as error:
+            self.keeps_copies = True
             self.hand_over()
             outcome = RunOutcome(error.code, None, str(error))
         if self.stopping and outcome.code is ExitCode.UNFINISHED:

@@ -78,6 +78,8 @@ class LeaderState:
         self.departures: dict[int, NodeDeparture] = {}  # missing nodes that reported why they left
         self.world_divider: WorldDivider | None = None
         """For a run that may train on fewer nodes than it has; None: all of them take part."""
+        self.keeps_copies = False
+        """Whether in-memory checkpoints stay for the next start: the store, where newer ones may be missing, failed."""
         self.preload: str | None = None
         """`module:function` for `ForkServerClient.preload`, called with None before there are workers."""
         self.on_check: Callable[[], None] = lambda: None
@@ -102,7 +104,7 @@ class LeaderState:
     def __exit__(self, *exception: object) -> None:
         try:
             # In-memory checkpoints of an agent that dies are for its successor.
-            if exception[0] is None and not self.node_group.hands_over:
+            if exception[0] is None and not self.node_group.hands_over and not self.keeps_copies:
                 remove_node_dir(self.run)
                 delete_history(self.run)
         finally:
