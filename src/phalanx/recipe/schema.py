@@ -577,7 +577,7 @@ class Recipe(ConfigModel):
             values = {**values, "task": (task := "chat")}
         kind = task.get("kind") if isinstance(task, dict) else getattr(task, "kind", task)
         data = values.get("data", {})
-        if kind in RECORDS_OF_TASKS:
+        if isinstance(kind, str) and kind in RECORDS_OF_TASKS:
             return _expand_text_task(values, kind, task)
         if kind not in ("chat", "preference", "grpo") or not isinstance(data, dict):
             return values
@@ -615,12 +615,13 @@ def _expand_text_task(values: dict[str, Any], kind: str, task: Any) -> dict[str,
         chat = data.get("chat") or {}
         chat = {**chat, "records": RECORDS_OF_TASKS[kind], "classes": classes} if isinstance(chat, dict) else chat
         values = {**values, "data": {"packing": "single", **data, "chat": chat}}
-    if isinstance(model, dict) and str(model.get("build")).startswith("hf:"):
+    own_args = (model.get("args") or {}) if isinstance(model, dict) else None
+    if isinstance(own_args, dict) and str(model.get("build")).startswith("hf:"):
         args: dict[str, Any] = {"architectures": ["AutoModel"]}
         if kind != "embedding":
             num_labels = len(classes) if isinstance(classes, list) else 1
             args = {"architectures": ["AutoModelForSequenceClassification"], "num_labels": num_labels}
-        values = {**values, "model": {**model, "args": {**args, **(model.get("args") or {})}}}
+        values = {**values, "model": {**model, "args": {**args, **own_args}}}
     return values
 
 

@@ -264,6 +264,19 @@ def test_numbers_are_finite(key: str, value: str) -> None:
         recipe(f"{key}={value}")
 
 
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("task", ["task=[chat]"]),
+        ("task.kind", ["task={kind: [chat]}"]),
+        ("model.args", ["task=reward", "model={build: 'hf:base', args: [1]}"]),
+    ],
+)
+def test_a_task_is_not_expanded_where_a_list_stands(key: str, overrides: list[str]) -> None:
+    with pytest.raises(RecipeError, match=rf"{key}: found"):
+        recipe(*overrides)
+
+
 @pytest.mark.parametrize("depth", [65, 3000])
 def test_a_recipe_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
     nested = "[" * depth + "]" * depth
