@@ -431,7 +431,9 @@ def copy_tokenizer(prepared: PreparedRun) -> dict[str, Any] | None:
     """Copy the tokenizer into the run, so that the run stays whole without the data, and what belongs to it of the
     directory that the recipe names. Return its description: of its dataset, and the tokens at which generation stops.
     """
-    run, recipe, folder = prepared.run, prepared.recipe, prepared.recipe_dir
+    run = prepared.run
+    recipe = prepared.recipe
+    folder = prepared.recipe_dir
     dataset = open_dataset_files(str(list_sources(recipe.data, recipe.evaluation)[0].prepared)).directory
     if not is_dataset(dataset):  # as in a session
         return None

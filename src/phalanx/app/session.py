@@ -317,7 +317,9 @@ def _restore_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _prepare_session(request: RunRequest, is_supervised: bool) -> Iterator[PreparedRun]:
     """Write the files of a run, and lock it unless its agent holds the lock. Checks the recipe first."""
-    loaded, run, world_size = request.loaded, request.run, request.world_size
+    loaded = request.loaded
+    run = request.run
+    world_size = request.world_size
     assert world_size is not None
     _check_recipe_keys(loaded)
     if not is_supervised:

@@ -107,7 +107,9 @@ class FleetPages:
 
     def build_metrics(self, with_readings: bool) -> Iterator[Metric]:
         """States of nodes, levels of power, and what agents and services have read. What is late has no value."""
-        view, samples, now = self.nodes.view, self.streams.read_samples(), self._site.context.wall_clock()
+        view = self.nodes.view
+        samples = self.streams.read_samples()
+        now = self._site.context.wall_clock()
         if view.is_current:
             known = add_samples(view.nodes, samples)
             yield from NODE_COUNT.build(count_states(SHOWN_STATES, (node.find_shown_state(now) for node in known)))

@@ -369,7 +369,9 @@ def open_links(
     """
     if is_fake:
         return open_fake_links(fleet.tree.nodes, fleet.settings.dead_time_s, fleet.settings.averaging_s)
-    here, names, reach = os.uname().nodename, {node.name for node in fleet.tree.nodes}, fleet.settings.helper
+    here = os.uname().nodename
+    names = {node.name for node in fleet.tree.nodes}
+    reach = fleet.settings.helper
     own = {here: partial(connect_to_socket, reach.socket)} if here in names and is_listening(reach.socket) else {}
     if reach.command is not None:
         if wrong := sorted(name for name in names if name.startswith("-")):  # it would be an option of the command
